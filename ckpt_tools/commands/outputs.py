@@ -27,8 +27,8 @@ def choose_output(
 ) -> Output:
     """A run's root with `iter_%07d` and tracker, which a job finds by `--load`.
 
-    An output that is itself named as an iteration is one directory; so is a copy of what is no run's. Without
-    `tracker` the root's tracker stays as it is.
+    An output that is itself named as an iteration is one directory, and that of a source whose folder tells no
+    iteration. Without `tracker` the root's tracker stays as it is.
 
     Raises:
         UsageError: the output is the source, or one of them lies inside the other.

@@ -160,7 +160,7 @@ def _write(
     options: RepairOptions,
     progress: Callable[[int, int], None] | None,
 ) -> WriteReport | None:
-    place = choose_output(source, opened.numbered, output, options.overwrite, options.resume)
+    place = choose_output(source, opened.location, output, options.overwrite, options.resume)
     place = replace(place, extra_files=conversion.extra_files)
     plan = conversion.plan
     assert plan is not None  # `write_torch_dist` lays out what it writes

@@ -26,11 +26,7 @@ STATE_KINDS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
 def _format(f: Facts) -> str | None:
-    return None if f.kind in ("fsdp_dtensor", "safetensors") else f"the checkpoint is of kind {f.kind}"
-
-
-def _hugging_face(f: Facts) -> str | None:
-    return "it is a Hugging Face model" if f.kind == "safetensors" else None
+    return None if f.kind == "fsdp_dtensor" else f"the checkpoint is of kind {f.kind}"
 
 
 def _arguments(f: Facts) -> str | None:
@@ -200,6 +196,7 @@ _WITH_OPTIMIZER = (
     "import-hf); from weights alone start core-0.16 or core-0.17 (--finetune) and go on from what they save"
 )
 _TO_FSDP = "convert CHECKPOINT CONVERTED"  # of any format
+FROM_HUGGING_FACE = "import-hf CHECKPOINT CONVERTED --to fsdp_dtensor"
 _EVERY_STATE = "a strict load asks for every state"
 _PAD_AGAIN = (
     "set --make-vocab-size-divisible-by or --tensor-model-parallel-size as its writer did, or convert with "
@@ -208,8 +205,6 @@ _PAD_AGAIN = (
 RULES = (
     Rule("checkpoint-format", ERROR, _format, "Megatron-FSDP loads fsdp_dtensor checkpoints only", _TO_FSDP,
          _LOADED, on_job=False),
-    Rule("checkpoint-format", ERROR, _hugging_face, "Megatron-FSDP loads fsdp_dtensor checkpoints only",
-         "import-hf CHECKPOINT CONVERTED --to fsdp_dtensor", _LOADED, on_job=False),
     *JOB_RULES,
     *PARALLEL_RULES,
     Rule("stored-arguments", ERROR, _arguments, "Megatron-LM reads those of the run before, whatever it is told",
