@@ -188,7 +188,7 @@ def convert(
             raise UnsupportedCheckpointError(
                 f"{opened.location.path} is a Hugging Face model. `{words}` makes a Megatron checkpoint of it"
             )
-        place = writer.place(source, opened.numbered, output, options)
+        place = writer.place(source, opened.location, output, options)
         conversion = _plan(writer, opened, options, ranks)
         told = _contradictions(opened, conversion)
         prove_zeros(opened, conversion)

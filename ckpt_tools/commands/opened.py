@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.detect import Location, locate
@@ -37,13 +37,6 @@ class Opened:
 
     def __exit__(self, *_: object) -> None:
         self.files.close()
-
-    @property
-    def numbered(self) -> Location:
-        """The location, with the iteration that the state tells where the folder's name tells none."""
-        if self.location.iteration is not None or self.location.is_release:
-            return self.location
-        return replace(self.location, iteration=self.common.iteration)
 
 
 def open_checkpoint(

@@ -28,8 +28,8 @@ def choose_output(
 ) -> Output:
     """A run's root with `iter_%07d` and tracker, which a job finds by `--load`.
 
-    An output that is itself named as an iteration is one directory; so is a copy of a checkpoint that is not a run's. Without
-    `tracker` the root's tracker stays as it is.
+    An output that is itself named as an iteration is one directory, and that of a source whose folder tells no
+    iteration. Without `tracker` the root's tracker stays as it is.
 
     Raises:
         UsageError: the output is the source, or one of them lies inside the other.
@@ -52,7 +52,9 @@ def in_root(
     latest = "release" if iteration is None else str(iteration)
     folder = output_directory(path_in(output, name))
     if isinstance(folder, Path) and (folder.parent / METADATA).exists():
-        raise UsageError(f"{folder.parent} is a checkpoint itself, not the root of a run; choose another output")
+        raise UsageError(
+            f"{folder.parent} is a checkpoint itself, not the root of a run; choose another output"
+        )
     beside = {TRACKER: latest.encode()} if tracker else {}
     return Output(folder, beside, overwrite=overwrite, resume=resume)
 

@@ -98,7 +98,7 @@ def rewrite(
         UsageError: the output overlaps the source or is taken.
         MappingError, CorruptCheckpointError, StorageError: as planning and writing say.
     """
-    place = choose_output(source, opened.numbered, output, options.overwrite, options.resume, options.tracker)
+    place = choose_output(source, opened.location, output, options.overwrite, options.resume, options.tracker)
     where, world = placement or keep_chunks(catalog or opened.catalog)
     plan = build_plan(catalog or opened.catalog, target, where, world, blobs, original_shapes)
     own = opened.files

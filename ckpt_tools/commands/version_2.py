@@ -1,10 +1,9 @@
 """For Megatron-FSDP v2 (`--megatron-fsdp-version 2` of Megatron-LM main): one wrapper less in every name.
 
 What v2 of main (d98e8a64) asks for is in mcore_fsdp_adapter.py (`FullyShardedDataParallelV2`) and checkpointing.py:
-`model.<name>`, the fp32 main weights. Of the optimizer it can neither save nor load anything yet; the open change
-NVIDIA/Megatron-LM#6215 (9b9343dc) gives it the layout of v1, `optimizer.state.module.module.<name>.exp_avg` and
-`optimizer.param_to_group_meta.module.module.<name>.<field>`, and refuses expert parallelism. How v2 will store fused
-tensors nobody has said: the code that takes them apart for v1 asks for attributes that v2's parameters do not have.
+`model.<name>`, the fp32 main weights. Of the optimizer it can neither save nor load anything (NotImplementedError).
+How v2 will store fused tensors nobody has said: the code that takes them apart for v1 asks for attributes that v2's
+parameters do not have.
 """
 
 from __future__ import annotations
@@ -28,10 +27,6 @@ Path: TypeAlias = tuple[str | int, ...]
 _WRAPPER = "module."
 _PREFIXES = ("model.", "optimizer.state.", GROUP_META)  # of the three kinds of names, before their wrappers
 _NOTE = "named for Megatron-FSDP v2 (--megatron-fsdp-version 2 of Megatron-LM main)"
-_OPTIMIZER = (
-    "optimizer: in the layout of NVIDIA/Megatron-LM#6215, an open change; v2 of main loads no optimizer yet: start "
-    "with --no-load-optim there"
-)
 
 
 def for_version_2(prepared: Conversion, common: CommonState, layout: Layout) -> Conversion:
@@ -39,14 +34,13 @@ def for_version_2(prepared: Conversion, common: CommonState, layout: Layout) -> 
 
     Raises:
         MappingError: the model has tensors for which v2's form is not known.
-        UsageError: another program than main is to load it, or experts with their optimizer.
+        UsageError: another program than main is to load it, or there is an optimizer.
     """
     _refuse(prepared, common, layout)
-    notes = [_NOTE, *([_OPTIMIZER] if _has_optimizer(prepared.target) else [])]
     made = prepared if is_version_2(t.key for t in prepared.target.tensors) else _renamed(prepared, respelled)
     return replace(
         made,
-        target=replace(made.target, notes=(*made.target.notes, *notes)),
+        target=replace(made.target, notes=(*made.target.notes, _NOTE)),
         without_masters=None
         if prepared.without_masters is None
         else lambda note: _again(prepared, note, common, layout),
@@ -123,21 +117,19 @@ def _refuse(prepared: Conversion, common: CommonState, layout: Layout) -> None:
             f"--layout {VERSION_2}: Megatron-FSDP v2 is a part of Megatron-LM main, not of {prepared.loader}; "
             "use --target main"
         )
-    topology = layout.topology
-    if topology is not None:
-        topology.check_layout(VERSION_2)
-    if topology is not None and topology.ep > 1 and _has_optimizer(prepared.target):
-        raise UsageError(
-            f"--layout {VERSION_2} --ep {topology.ep}: the only known layout of v2's optimizer (the open change "
-            "NVIDIA/Megatron-LM#6215) refuses expert parallelism; pass --weights-only "
-            "alone, without --fresh-optimizer"
-        )
+    if layout.topology is not None:
+        layout.topology.check_layout(VERSION_2)
     fused = next(_fused(prepared.target, common), None)
     if fused is not None:
         raise MappingError(
             f"--layout {VERSION_2}: {fused}. Megatron-FSDP v2 of Megatron-LM main (d98e8a64) ends with an error when "
             "it saves or loads such a tensor: the code of its checkpoints takes it apart by attributes that only v1 "
             "sets, and no released or proposed code shows what v2 will store. Use --layout mfsdp-v1"
+        )
+    if _has_optimizer(prepared.target):
+        raise UsageError(
+            f"--layout {VERSION_2}: Megatron-FSDP v2 of Megatron-LM main loads no optimizer (it ends with "
+            "NotImplementedError); pass --weights-only without --fresh-optimizer, or run `strip` first"
         )
 
 

@@ -26,16 +26,12 @@ STATE_KINDS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
 def _format(f: Facts) -> str | None:
-    return None if f.kind in ("fsdp_dtensor", "safetensors") else f"the checkpoint is of kind {f.kind}"
-
-
-def _hugging_face(f: Facts) -> str | None:
-    return "it is a Hugging Face model" if f.kind == "safetensors" else None
+    return None if f.kind == "fsdp_dtensor" else f"the checkpoint is of kind {f.kind}"
 
 
 def _to_fsdp(f: Facts) -> str:
     if f.kind == "safetensors":
-        return "import-hf CHECKPOINT CONVERTED --to fsdp_dtensor"
+        return FROM_HUGGING_FACE
     return "convert CHECKPOINT CONVERTED"
 
 
@@ -205,6 +201,7 @@ _WITH_OPTIMIZER = (
     "give it an optimizer that has not begun: `strip CHECKPOINT OUT --fresh-optimizer` (or convert --weights-only, "
     "import-hf); from weights alone start core-0.16 or core-0.17 (--finetune) and go on from what they save"
 )
+FROM_HUGGING_FACE = "import-hf CHECKPOINT CONVERTED --to fsdp_dtensor"
 _EVERY_STATE = "a strict load asks for every state"
 _PAD_AGAIN = (
     "set --make-vocab-size-divisible-by or --tensor-model-parallel-size as its writer did, or convert with "
@@ -213,8 +210,6 @@ _PAD_AGAIN = (
 RULES = (
     Rule("checkpoint-format", ERROR, _format, "Megatron-FSDP loads fsdp_dtensor checkpoints only", _to_fsdp,
          _LOADED, on_job=False),
-    Rule("checkpoint-format", ERROR, _hugging_face, "Megatron-FSDP loads fsdp_dtensor checkpoints only",
-         "import-hf CHECKPOINT CONVERTED --to fsdp_dtensor", _LOADED, on_job=False),
     *JOB_RULES,
     *PARALLEL_RULES,
     Rule("stored-arguments", ERROR, _arguments, "Megatron-LM reads those of the run before, whatever it is told",

@@ -37,10 +37,15 @@ class PickleModule:
     Unpickler = _AnyClass
 
 
+def files_of(path: Path) -> Path:
+    """The folder with the files: `path`, or the iteration in it."""
+    return path if (path / ".metadata").exists() else next(path.glob("iter_*"), path / "release")
+
+
 @cache
 def metadata(folder: Path) -> Metadata:
     """The stock metadata object; read once, as tests do not change a checkpoint they have looked at."""
-    return _AnyClass(io.BytesIO((folder / ".metadata").read_bytes())).load()
+    return _AnyClass(io.BytesIO((files_of(folder) / ".metadata").read_bytes())).load()
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -53,7 +58,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # what no_dist asks for
-        load(state, storage_reader=_Reader(folder), no_dist=True)
+        load(state, storage_reader=_Reader(files_of(folder)), no_dist=True)
     return state
 
 
@@ -67,7 +72,7 @@ class _Reader(FileSystemReader):
 def item(folder: Path, key: str) -> Any:
     """One object of a checkpoint."""
     info = metadata(folder).storage_data[MetadataIndex(key)]
-    with (folder / info.relative_path).open("rb") as file:
+    with (files_of(folder) / info.relative_path).open("rb") as file:
         file.seek(info.offset)
         data = file.read(info.length)
     return torch.load(io.BytesIO(data), weights_only=False, pickle_module=PickleModule)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.launch import Launch
+from ckpt_tools.commands.launch import Launch, launch, unsaid
 from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.preflight import preflight
+from ckpt_tools.formats.detect import TRACKER
+from ckpt_tools.verify.facts import Facts
 from ckpt_tools.verify.job import VERSIONS, Job, parse_command
 from tests.conftest import DATA, fixture_dir
 from tests.folders import root_of
+from tests.megatron.huggingface.by_rules import directory, imported
+from tests.megatron.huggingface.test_popular_configs import POPULAR, SIZES
+from tests.megatron.huggingface.test_released_configs import RELEASED
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
 NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
@@ -21,6 +27,16 @@ MODEL = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
     "swiglu", "normalization", "position_embedding_type", "untie_embeddings_and_output_weights", "num_experts",
 )  # fmt: skip
+
+
+def run_of(name: str, folder: Path) -> Path:
+    """The run's root of a real checkpoint, made in `folder` where it lies in a folder of another name."""
+    found = root_of(name)
+    if (found / TRACKER).exists():
+        return found
+    shutil.copytree(found, folder / "iter_0000002")
+    (folder / TRACKER).write_text("2")
+    return folder
 
 
 def as_is(checkpoint: Path, program: str = "main") -> tuple[Launch, Job]:
@@ -41,8 +57,8 @@ def args_of(checkpoint: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["core019_llama_tp2_fully_reshardable", "core019_moe_ep2_fully_reshardable",
                                   "main_dense_dpr_pp2_vpp2_tied", "v016_dense_nodistopt_tp2",
                                   "core019_llama_tp2_dp_reshardable"])  # fmt: skip
-def test_it_is_the_job_of_the_run(name: str, program: str) -> None:
-    checkpoint = root_of(name)
+def test_it_is_the_job_of_the_run(name: str, program: str, tmp_path: Path) -> None:
+    checkpoint = run_of(name, tmp_path)
     _, job = as_is(checkpoint, program)
     args = args_of(checkpoint)
     for setting in MODEL:
@@ -56,8 +72,8 @@ def test_it_is_the_job_of_the_run(name: str, program: str) -> None:
     assert job.world is not None and job.world % ranks == 0
 
 
-def test_what_no_flag_says_stands_in_comments() -> None:
-    pipeline, _ = as_is(root_of("main_dense_dpr_pp2_vpp2_tied"))
+def test_what_no_flag_says_stands_in_comments(tmp_path: Path) -> None:
+    pipeline, _ = as_is(run_of("main_dense_dpr_pp2_vpp2_tied", tmp_path))
     assert any(
         "dp_reshardable) loads at the TP, PP and EP of the run alone" in line for line in pipeline.environment
     )
@@ -67,8 +83,8 @@ def test_what_no_flag_says_stands_in_comments() -> None:
     assert any("it loads at any TP, PP and EP" in line for line in whole.environment)
 
 
-def test_weights_alone_are_for_finetuning() -> None:
-    _, job = as_is(root_of("v016_dense_weightsonly_tp2"))
+def test_weights_alone_are_for_finetuning(tmp_path: Path) -> None:
+    _, job = as_is(run_of("v016_dense_weightsonly_tp2", tmp_path))
     assert job.has("finetune")
 
 
@@ -98,3 +114,30 @@ def test_what_was_imported_is_launched_too(tmp_path: Path, capsys: pytest.Captur
 def test_there_is_none_where_a_job_is_described_or_megatron_fsdp_loads_it() -> None:
     assert preflight(str(LLAMA), ["--use-megatron-fsdp"]).as_is is None
     assert preflight(str(fixture_dir(NATIVE))).as_is is None
+
+
+def _stored(job: Job) -> dict[str, Any]:
+    """What `validate_args` makes of the settings that a job is given, and stores."""
+    found = {name: list(v) if isinstance(v, tuple) else v for name, v in job.settings.items()}
+    if found["use_rotary_position_embeddings"]:
+        found["position_embedding_type"] = "rope"
+    if found["add_bias_linear"]:
+        found["add_qkv_bias"] = True
+    else:
+        found["bias_gelu_fusion"] = False
+    return found
+
+
+@pytest.mark.parametrize("program", ["core-0.16", "main"])
+@pytest.mark.parametrize("name", [*POPULAR, *RELEASED])
+def test_an_imported_model_has_the_arguments_that_its_job_stores(name: str, program: str) -> None:
+    """All of them, as the parser of the program gives them: a strict start compares some, the run uses the others."""
+    config = RELEASED.get(name) or (POPULAR[name] if name == "gpt2" else {**SIZES, **POPULAR[name]})
+    args = imported(config, directory(config))[0].args
+    facts = Facts("torch_dist", Job(program=program), args)
+    if unsaid(facts):
+        return
+    stored = _stored(parse_command(launch(facts, "/run").told, program))
+    made = {n: list(v) if isinstance(v, tuple) else v for n, v in args.items() if n in stored}
+    made = {n: v for n, v in made.items() if n not in ("padded_vocab_size", "params_dtype")}
+    assert {n: (v, stored[n]) for n, v in made.items() if v != stored[n]} == {}

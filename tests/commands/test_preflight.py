@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from ckpt_tools.commands.launch import launch
+from ckpt_tools.commands.launch import launch, unsaid
 from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.preflight import _about, local_norms, preflight
@@ -512,7 +515,7 @@ def test_the_key_set_of_a_strict_load(tmp_path):
         drop_key(
             metadata, "optimizer.param_to_group_meta.module.module.module.decoder.final_layernorm.weight.lr"
         )
-    assert broken_in(root, GOOD).keys() == {"entries", "groups"}
+    assert broken_in(root, [*GOOD, "--load", str(root)]).keys() == {"entries", "groups"}
 
 
 @pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq"])
@@ -726,7 +729,7 @@ def test_a_conversion_for_version_2_starts_from_its_weights(tmp_path):
     """The launch command says so, and version 1 is refused by the names."""
     source = str(next(fixture_dir("core019_gpt3_tp2_fully_reshardable").glob("iter_*")))
     layout = Layout("mfsdp-v2", Topology(dp_shard=2))
-    options = ConvertOptions(target=TargetOptions(vocab_size_padded=208), layout=layout)
+    options = ConvertOptions(target=TargetOptions(vocab_size_padded=208, weights_only=True), layout=layout)
     convert_to_fsdp_dtensor(source, str(tmp_path / "v2"), options)
     found = preflight(str(tmp_path / "v2"))
     assert found.launch is not None
@@ -835,7 +838,9 @@ def test_a_batch_is_judged_by_the_gpus_of_the_command():
     assert "micro_batch_size 2 x 32 data-parallel ranks = 64" in broken(eight)["batch-size"][1]
     assert broken([*eight, "--micro-batch-size", "1", "--global-batch-size", "64"]) == {}
     assert broken(["torchrun", "--nproc-per-node", "gpu", *settled, "--global-batch-size", "7"]) == {}
-    assert broken(["torchrun", "--nproc-per-node", "24", *GOOD[3:]]).keys() == {"batch-before"}
+    assert broken(["torchrun", "--nproc-per-node", "24", *without("--global-batch-size")[3:]]).keys() == {
+        "batch-before"
+    }
     bridge = [
         "torchrun",
         "--nproc-per-node",
@@ -850,3 +855,85 @@ def test_a_batch_is_judged_by_the_gpus_of_the_command():
     assert "batch-size" in broken(
         [*bridge, "train.global_batch_size=6", "model.tensor_model_parallel_size=2"]
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "found"),
+    [
+        ("rm TRACKER", [], "has no latest_checkpointed_iteration.txt"),
+        ("echo 1 > TRACKER", GOOD, "the tracker names iter_0000001"),
+        ("", [*GOOD, "--load", "/elsewhere"], "--load is /elsewhere, the checkpoint lies in "),
+        ("", [*GOOD, "--ckpt-step", "1"], "--ckpt-step is 1, this is iteration 2"),
+    ],
+)
+def test_a_job_that_would_not_find_the_checkpoint_is_not_ready(change, words, found, tmp_path):
+    root = copy_of(NATIVE, tmp_path)
+    tracker = root / "latest_checkpointed_iteration.txt"
+    subprocess.run(["bash", "-c", change.replace("TRACKER", str(tracker))], check=True)
+    words = words if "/elsewhere" in words or not words else [*words, "--load", str(root)]
+    said = broken_in(root / "iter_0000002", words)
+    assert list(said) == ["place"] and found in said["place"]
+
+
+def test_a_folder_that_is_no_iteration_is_not_ready(tmp_path):
+    folder = copy_of(NATIVE, tmp_path / "run") / "iter_0000002"
+    folder = folder.rename(tmp_path / "mine")
+    (finding,) = preflight(str(folder)).report.findings
+    assert "mv " in finding.fix and "RUN/iter_0000002" in finding.fix
+    assert preflight(str(folder)).launch is None
+
+
+def test_an_iteration_that_the_tracker_does_not_name_is_asked_for(tmp_path):
+    root = copy_of(NATIVE, tmp_path)
+    (root / "latest_checkpointed_iteration.txt").write_text("9")
+    (root / "iter_0000009").mkdir()
+    words = launch_of(preflight(str(root / "iter_0000002"))).words
+    assert value_of(words, "--ckpt-step") == "2"
+    assert preflight(str(root / "iter_0000002"), words).report.is_valid
+
+
+@pytest.mark.parametrize("flag", ["--train-iters", "--lr", "--eval-interval", "--save-interval"])
+def test_what_megatron_has_no_default_for_is_required_and_printed(flag):
+    found = broken([*without(flag), "--save", "x"] if flag == "--save-interval" else without(flag))
+    assert flag.removeprefix("--").replace("-", "_") in found["required"][1]
+    assert flag in launch_of(preflight(str(fixture_dir(NATIVE)))).words
+
+
+def test_the_command_loads_and_saves_in_one_place_from_every_folder(monkeypatch):
+    root = fixture_dir(NATIVE)
+    monkeypatch.chdir(root.parent)
+    start = launch_of(preflight(root.name))
+    assert value_of(start.words, "--load") == value_of(start.words, "--save") == str(root)
+    assert launch_of(preflight(root.name, ["pretrain_gpt.py", *GOOD[4:]])).command.startswith("pretrain")
+
+
+def test_what_no_run_tells_is_left_to_the_user():
+    with open_checkpoint(str(fixture_dir(NATIVE))) as opened:
+        about, _ = _about(opened)
+    gone = ("train_iters", "train_samples", "lr", "eval_interval", "save_interval")
+    args = {name: value for name, value in about.args.items() if name not in gone}
+    start = launch(replace(about, args=args, schedule={}, job=Job(program="main")), "/run")
+    assert "--train-iters TRAIN_ITERS" in start.command and "--lr LR" in start.command
+    assert value_of(start.words, "--eval-interval") == value_of(start.words, "--save-interval") == "1000"
+    assert not parse_command(start.told, "main").refused
+    of_samples = replace(about, args={**about.args, "train_samples": 32}, job=Job(program="main"))
+    assert "--train-iters" not in launch(of_samples, "/run").words
+
+
+def test_a_setting_that_no_flag_can_say_is_not_left_out():
+    with open_checkpoint(str(fixture_dir(NATIVE))) as opened:
+        about, _ = _about(opened)
+    args = {**about.args, "attn_logit_softcapping": 50.0, "position_embedding_type": "yarn"}
+    for program, expected in (("main", 1), ("core-0.16", 2)):
+        assert len(unsaid(replace(about, args=args, job=Job(program=program)))) == expected
+    stored = replace(about, args={**about.args, "add_position_embedding": False}, job=Job(program="main"))
+    assert "--no-position-embedding" in launch(stored, "/run").words
+    found = broken([*GOOD, "--position-embedding-type", "yarn", "--no-position-embedding"])
+    assert {"architecture", "no-position-embedding"} <= found.keys()
+
+
+def test_a_hugging_face_model_is_imported_first(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"a": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
+    (finding,) = preflight(str(tmp_path)).report.findings
+    assert finding.fix == f"import-hf {tmp_path} CONVERTED --to fsdp_dtensor"

@@ -12,6 +12,7 @@ from ckpt_tools.cli.app import run
 from ckpt_tools.commands.launch import _LEFT_OUT, _decided, _plain
 from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.preflight import Preflight, preflight
+from ckpt_tools.formats.detect import TRACKER
 from ckpt_tools.verify.facts import Facts
 from ckpt_tools.verify.job import Job, parse_command
 from ckpt_tools.verify.megatron_args import flags_of
@@ -52,8 +53,13 @@ def _converted(name: str, folder: Path, *more: str) -> Path:
     if "gdn" in name and "--tp" not in options:
         options += ["--tp", str(tp)]  # packed by rank: no default is safe
     options += ["--target", target] if (target := _target(name)) else []
-    assert run(["convert", str(source), str(folder / "out"), "-q", *options, *more]) == 0
-    return folder / "out"
+    out = folder / "out"
+    is_run = (source / TRACKER).exists()
+    words = ["convert", str(source), str(out if is_run else out / "iter_0000002"), "-q", *options, *more]
+    assert run(words) == 0
+    if not is_run:  # its folder tells no iteration
+        (out / TRACKER).write_text("2")
+    return out
 
 
 def _assert_ready(found: Preflight) -> None:
