@@ -39,7 +39,7 @@ from ckpt_tools.verify.job import (
     with_checkpoint_args,
 )
 from ckpt_tools.verify.job_settings import checked_settings
-from ckpt_tools.verify.load_rules import FROM_HUGGING_FACE, RULES
+from ckpt_tools.verify.load_rules import RULES
 from ckpt_tools.verify.place import check_entries
 from ckpt_tools.verify.report import ERROR, WARNING, Check, Finding, Report, Severity
 from ckpt_tools.verify.structure import check_files
@@ -160,8 +160,7 @@ def _checks(about: Facts, job: Job | None, program: str) -> tuple[Facts, list[Ch
     facts, settings = checked_settings(facts)
     if facts.kind != "fsdp_dtensor":  # no setting makes it load
         (rule,) = (rule for rule in RULES if rule.name == "checkpoint-format")
-        fix = FROM_HUGGING_FACE if facts.kind == "safetensors" else rule.fix
-        return facts, [run_rule(rule._replace(fix=fix), facts), _unsaid_check(facts)]
+        return facts, [run_rule(rule, facts), _unsaid_check(facts)]
     checks = [_flags_check(facts.job), _unsaid_check(facts), settings] if job is not None else []
     return facts, checks + [run_rule(rule, facts) for rule in RULES if _applies(rule, facts, job is not None)]
 

@@ -31,7 +31,7 @@ def _format(f: Facts) -> str | None:
 
 def _to_fsdp(f: Facts) -> str:
     if f.kind == "safetensors":
-        return FROM_HUGGING_FACE
+        return "import-hf CHECKPOINT CONVERTED --to fsdp_dtensor"
     return "convert CHECKPOINT CONVERTED"
 
 
@@ -201,7 +201,6 @@ _WITH_OPTIMIZER = (
     "give it an optimizer that has not begun: `strip CHECKPOINT OUT --fresh-optimizer` (or convert --weights-only, "
     "import-hf); from weights alone start core-0.16 or core-0.17 (--finetune) and go on from what they save"
 )
-FROM_HUGGING_FACE = "import-hf CHECKPOINT CONVERTED --to fsdp_dtensor"
 _EVERY_STATE = "a strict load asks for every state"
 _PAD_AGAIN = (
     "set --make-vocab-size-divisible-by or --tensor-model-parallel-size as its writer did, or convert with "
