@@ -37,9 +37,9 @@ _PUBLIC = {
     "open": "commands.checkpoint",
     "inspect_checkpoint": "commands.inspect",
     "build_group_map": "commands.group_map",
-    "ConvertOptions": "commands.to_fsdp_dtensor",
+    "ConvertOptions": "commands.convert_options",
     "convert_to_fsdp_dtensor": "commands.to_fsdp_dtensor",
-    "TargetOptions": "megatron.fsdp_dtensor.write",
+    "TargetOptions": "megatron.fsdp_dtensor.options",
     "plan_checkpoint": "commands.plan",
     "load_dtensors": "commands.load_dtensors",
     "StorageReader": "commands.storage_reader",
@@ -48,7 +48,7 @@ _PUBLIC = {
     "ToTorchDistOptions": "commands.to_torch_dist",
     "convert_to_torch_dist": "commands.to_torch_dist",
     "convert_to_dcp": "commands.to_dcp",
-    "ExportOptions": "commands.export_hf",
+    "ExportOptions": "commands.export_options",
     "export_hf": "commands.export_hf",
     "ImportOptions": "commands.import_hf",
     "import_hf": "commands.import_hf",
@@ -82,11 +82,12 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from ckpt_tools.commands.average import AverageOptions as AverageOptions
     from ckpt_tools.commands.average import average_checkpoints as average_checkpoints
     from ckpt_tools.commands.checkpoint import open as open
+    from ckpt_tools.commands.convert_options import ConvertOptions as ConvertOptions
     from ckpt_tools.commands.copy import CopyOptions as CopyOptions
     from ckpt_tools.commands.copy import copy_checkpoint as copy_checkpoint
     from ckpt_tools.commands.diff import diff_checkpoints as diff_checkpoints
-    from ckpt_tools.commands.export_hf import ExportOptions as ExportOptions
     from ckpt_tools.commands.export_hf import export_hf as export_hf
+    from ckpt_tools.commands.export_options import ExportOptions as ExportOptions
     from ckpt_tools.commands.group_map import build_group_map as build_group_map
     from ckpt_tools.commands.import_hf import ImportOptions as ImportOptions
     from ckpt_tools.commands.import_hf import import_hf as import_hf
@@ -110,14 +111,13 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from ckpt_tools.commands.storage_reader import StorageReader as StorageReader
     from ckpt_tools.commands.strip import strip_checkpoint as strip_checkpoint
     from ckpt_tools.commands.to_dcp import convert_to_dcp as convert_to_dcp
-    from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions as ConvertOptions
     from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor as convert_to_fsdp_dtensor
     from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions as ToTorchDistOptions
     from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist as convert_to_torch_dist
     from ckpt_tools.commands.verify import VerifyOptions as VerifyOptions
     from ckpt_tools.commands.verify import verify_checkpoint as verify_checkpoint
     from ckpt_tools.errors import CkptError as CkptError
-    from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions as TargetOptions
+    from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions as TargetOptions
     from ckpt_tools.sharding.topology import Topology as Topology
     from ckpt_tools.verify.compare import Tolerance as Tolerance
     from ckpt_tools.verify.differences import DiffOptions as DiffOptions

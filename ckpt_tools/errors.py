@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from ckpt_tools.credentials import redacted
+from ckpt_tools.redaction import redacted
 
 MAX_LISTED_PROBLEMS = 20
 _LISTED_ALIKE = 3

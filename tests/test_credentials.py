@@ -8,18 +8,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckpt_tools import credentials
+from ckpt_tools import redaction
 from ckpt_tools.cli.app import run
-from ckpt_tools.credentials import hidden, redacted, revealed
+from ckpt_tools.credentials import hidden, revealed
 from ckpt_tools.errors import CkptError, StorageError, UsageError
-from ckpt_tools.formats.files import open_files
+from ckpt_tools.formats.open_files import open_files
+from ckpt_tools.redaction import redacted
 
 SECRET = "Tr0ub4dor"
 
 
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(credentials, "_kept", {})
+    monkeypatch.setattr(redaction, "kept", {})
     yield
 
 

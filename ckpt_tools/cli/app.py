@@ -22,8 +22,9 @@ from ckpt_tools.cli.commands import Group
 from ckpt_tools.cli.manual import closing
 from ckpt_tools.cli.removed import removed_option
 from ckpt_tools.cli.render import be_quiet, complain, escape_lines, say
-from ckpt_tools.credentials import hidden, redacted
+from ckpt_tools.credentials import hidden
 from ckpt_tools.errors import CkptError, Interrupted, StorageError, UsageError
+from ckpt_tools.redaction import redacted
 
 _GARBAGE = 50_000  # new objects until a collection; Python's 700 are met hundreds of times while modules are imported
 app = typer.Typer(

@@ -20,7 +20,7 @@ from ckpt_tools.model.choices import Format
 if TYPE_CHECKING:
     from ckpt_tools.commands.conversion import Progress
     from ckpt_tools.commands.conversion_report import ConversionReport
-    from ckpt_tools.formats.detect import CheckpointKind
+    from ckpt_tools.model.choices import CheckpointKind
 
     Run: TypeAlias = Callable[[str, str, int | None, bool, Progress], ConversionReport]
 
@@ -131,7 +131,8 @@ def carry_out(run: Callable[[Progress], ConversionReport], given: Given) -> None
 
 
 def _to_fsdp_dtensor(given: Given) -> Run:
-    from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+    from ckpt_tools.commands.convert_options import ConvertOptions
+    from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
 
     options = fill(ConvertOptions, given, layout=layout_of(given))
     return lambda source, output, iteration, tracker, progress: convert_to_fsdp_dtensor(
@@ -140,8 +141,8 @@ def _to_fsdp_dtensor(given: Given) -> Run:
 
 
 def _to_dcp(given: Given) -> Run:
+    from ckpt_tools.commands.convert_options import ConvertOptions
     from ckpt_tools.commands.to_dcp import convert_to_dcp
-    from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions
 
     options = fill(ConvertOptions, given, layout=layout_of(given))
     return lambda source, output, iteration, tracker, progress: convert_to_dcp(
@@ -167,7 +168,8 @@ def _to_torch_dist(given: Given) -> Run:
 
 def to_hf(given: Given) -> Run:
     """`export-hf`, and `convert --to hf`."""
-    from ckpt_tools.commands.export_hf import ExportOptions, export_hf
+    from ckpt_tools.commands.export_hf import export_hf
+    from ckpt_tools.commands.export_options import ExportOptions
 
     options = fill(ExportOptions, given)
     return lambda source, output, iteration, _tracker, progress: export_hf(

@@ -42,7 +42,7 @@ def build_param_group_map(
     """Write a param_to_param_group_map.json: from a training job's dump, or derived from a checkpoint alone."""
     from ckpt_tools.cli.render import escape, json_text, tell, write_text
     from ckpt_tools.commands.group_map import build_group_map
-    from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+    from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 
     found = build_group_map(source, fill(TargetOptions, given), given["iteration"])
     write_text(given["output"] or Path("-"), json_text(dict(found.groups), 2) + "\n", source)

@@ -144,7 +144,7 @@ def import_(
     `export-hf --tower language` puts it back.
     """
     from ckpt_tools.commands.import_hf import ImportOptions, import_hf
-    from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+    from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 
     named = {name: given[name] for name in ("dialect", "experts", "tp", *t.FRESH_OPTIMIZER)}
     options = fill(ImportOptions, given, fsdp=fill(TargetOptions, named), layout=layout_of(given))

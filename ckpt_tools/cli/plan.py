@@ -61,9 +61,9 @@ def plan(
     **given: Any,
 ) -> None:
     """Show what a conversion to fsdp_dtensor would do: boxes, bytes and memory of every rank. Moves no byte."""
+    from ckpt_tools.commands.convert_options import ConvertOptions
     from ckpt_tools.commands.placements import Layout
     from ckpt_tools.commands.plan import plan_checkpoint
-    from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions
 
     place = layout_of(given) or Layout()
     chosen = fill(ConvertOptions, given, layout=None)

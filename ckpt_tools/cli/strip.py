@@ -51,7 +51,7 @@ def strip(
     """Copy the weights of a checkpoint: without optimizer, scheduler and random number states."""
     from ckpt_tools.commands.strip import strip_checkpoint
     from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh
-    from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+    from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 
     settings = fill(TargetOptions, {name: given[name] for name in FRESH_OPTIMIZER})
     check_fresh(replace(settings, weights_only=True))

@@ -10,6 +10,7 @@
 * `conversion`: one conversion: planned, rehearsed, proven, carried out
 * `conversion_report`: what a conversion says of itself
 * `read_model`: READ: the model in an opened checkpoint
+* `convert_options`: what a user may decide about a conversion to Megatron-FSDP or DCP
 * `to_fsdp_dtensor`: `convert` to Megatron-FSDP
 * `to_dcp`: `convert` to a plain PyTorch state dict
 * `relayout_plain`: of what has its keys already
@@ -32,6 +33,7 @@
 * `group_map`: `build-param-group-map`
 * `load_dtensors`: a running job's shards, straight from a checkpoint
 * `storage_reader`: any checkpoint as what `dcp.load` reads
+* `export_options`: what a user may decide about an export
 * `export_hf`: `export-hf`
 * `export_source`: what an export reads
 * `import_hf`: `import-hf`

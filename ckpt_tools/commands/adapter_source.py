@@ -30,12 +30,10 @@ from ckpt_tools.megatron.adapters import (
 from ckpt_tools.megatron.common_state import RUN_CONFIG
 from ckpt_tools.megatron.keys import is_optimizer_key, strip_wrappers
 from ckpt_tools.megatron.torch_dist.slices import slices_of
-from ckpt_tools.model.catalog import TensorEntry
-from ckpt_tools.model.expressions import Value
+from ckpt_tools.model.catalog import TensorEntry, Value
 from ckpt_tools.model.model import Model, Parameter
 from ckpt_tools.model.roles import WEIGHT
-from ckpt_tools.model.target import Source
-from ckpt_tools.model.views import Select
+from ckpt_tools.model.views import Select, Source
 
 _MERGED = ("LoRA", "CanonicalLoRA", "VLMLoRA")  # classes of Bridge's `peft` section
 

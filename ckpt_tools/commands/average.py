@@ -31,8 +31,9 @@ from ckpt_tools.formats.joined_files import JoinedFiles
 from ckpt_tools.formats.safetensors import INDEX_FILE, MAX_INDEX_BYTES
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog
-from ckpt_tools.model.target import Source, Target, TargetObject, TargetTensor
+from ckpt_tools.model.target import Target, TargetObject, TargetTensor
 from ckpt_tools.model.transfers import Plan
+from ckpt_tools.model.views import Source
 from ckpt_tools.plan.build import Placement
 from ckpt_tools.plan.weight_files import build_safetensors_plan
 

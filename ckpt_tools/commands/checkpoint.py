@@ -36,7 +36,8 @@ from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.kernels import MINIFLOATS, minifloat_values
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.model import Parameter as ModelParameter
-from ckpt_tools.model.target import Source, TargetTensor
+from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.views import Source
 from ckpt_tools.plan.byte_runs import row_major_tiles
 from ckpt_tools.verify.values import decoded
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from ckpt_tools.credentials import redacted
 from ckpt_tools.execute.check_masters import MastersReport
 from ckpt_tools.execute.run import WriteReport
 from ckpt_tools.model.choices import CheckLevel, Format
+from ckpt_tools.redaction import redacted
 
 SCHEMA_VERSION = 2
 MastersUse: TypeAlias = Literal["written", "as_stored", "merged", "left_out", "none"]

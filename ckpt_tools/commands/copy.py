@@ -34,7 +34,8 @@ from ckpt_tools.formats import crc
 from ckpt_tools.formats.container import Stretch, read_archive, record_stretches, whole_file
 from ckpt_tools.formats.dcp import MAX_METADATA_BYTES
 from ckpt_tools.formats.detect import BRIDGE_TRACKER, Location, locate
-from ckpt_tools.formats.files import AnyPath, Files, open_files, path_text, read_whole
+from ckpt_tools.formats.files import AnyPath, Files, path_text, read_whole
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.formats.read_ahead import Range, reading_ahead
 from ckpt_tools.formats.safetensors import read_safetensors_header
 from ckpt_tools.formats.tree import files_below

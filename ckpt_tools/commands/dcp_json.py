@@ -16,7 +16,8 @@ from ckpt_tools.execute.access import access_of
 from ckpt_tools.execute.folders import Folder
 from ckpt_tools.formats.container import StoredTensor, find_tensor, load_object
 from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.files import Files, open_files
+from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.megatron.dcp.state_dict import is_group_map
 from ckpt_tools.model.catalog import Chunk, TensorEntry
 

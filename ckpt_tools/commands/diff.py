@@ -17,8 +17,9 @@ from ckpt_tools.errors import CkptError, UsageError, list_problems
 from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
 from ckpt_tools.megatron.fsdp_dtensor.entries import rng_ranks
+from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.fsdp_dtensor.tensors import state_prefix
-from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions, build_fsdp_target
+from ckpt_tools.megatron.fsdp_dtensor.write import build_fsdp_target
 from ckpt_tools.megatron.keys import COMMON_OBJECT, KEPT, KEPT_OPTIMIZER, MODEL_PREFIX
 from ckpt_tools.megatron.names import DIALECTS
 from ckpt_tools.megatron.record import read_record, stored_tp
@@ -28,7 +29,8 @@ from ckpt_tools.model.catalog import ObjectEntry
 from ckpt_tools.model.choices import DiffBy
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import WEIGHT
-from ckpt_tools.model.target import InlineTensor, Source, TargetTensor
+from ckpt_tools.model.target import InlineTensor, TargetTensor
+from ckpt_tools.model.views import Source
 from ckpt_tools.verify.diff_values import names_in
 from ckpt_tools.verify.differences import (
     DiffOptions,

@@ -11,7 +11,8 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from ckpt_tools.commands.export_hf import ExportOptions, export_tensors
+from ckpt_tools.commands.export_hf import export_tensors
+from ckpt_tools.commands.export_options import ExportOptions
 from ckpt_tools.commands.export_source import imported_source
 from ckpt_tools.commands.hf_parts import families_with, prove_equal, read_config, seen_as, without_frequencies
 from ckpt_tools.commands.import_hf import ImportOptions, read_huggingface
@@ -25,10 +26,10 @@ from ckpt_tools.megatron.huggingface.rules import Family
 from ckpt_tools.megatron.huggingface.targets import Imported, import_targets
 from ckpt_tools.megatron.huggingface.towers import QUANTIZED
 from ckpt_tools.megatron.keys import role_of
-from ckpt_tools.model.catalog import Catalog, TensorEntry
-from ckpt_tools.model.expressions import Value
+from ckpt_tools.model.catalog import Catalog, TensorEntry, Value
 from ckpt_tools.model.roles import WEIGHT, Role
-from ckpt_tools.model.target import InlineTensor, Source, TargetTensor
+from ckpt_tools.model.target import InlineTensor, TargetTensor
+from ckpt_tools.model.views import Source
 from ckpt_tools.verify.differences import Side
 
 Shape = tuple[int, ...]

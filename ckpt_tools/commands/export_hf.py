@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 from typing import Any, get_args
 
 from ckpt_tools.commands.conversion import (
     Conversion,
     Progress,
-    SourceOptions,
     Writer,
     convert,
     open_source,
 )
 from ckpt_tools.commands.conversion_report import ConversionReport
+from ckpt_tools.commands.export_options import ExportOptions
 from ckpt_tools.commands.export_peft import plan_peft
 from ckpt_tools.commands.export_source import ExportSource, read_export_source
 from ckpt_tools.commands.hf_directory import hf_directory
@@ -54,32 +53,13 @@ from ckpt_tools.formats.joined_files import FilesBeside
 from ckpt_tools.megatron.huggingface.block_fp8 import block_fp8_of, quantized_tensors
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.quantized import SETTINGS
-from ckpt_tools.megatron.huggingface.shard_files import DEFAULT_SHARD_SIZE
 from ckpt_tools.megatron.huggingface.targets import Exported, export_targets
 from ckpt_tools.megatron.rebase import rebase
 from ckpt_tools.model.catalog import Catalog
-from ckpt_tools.model.choices import CheckLevel, Quantization, TowerName
+from ckpt_tools.model.choices import Quantization
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.target import InlineTensor, Target, TargetTensor
 from ckpt_tools.plan.weight_files import build_safetensors_plan
-
-
-@dataclass(frozen=True, slots=True)
-class ExportOptions(SourceOptions):
-    """What a user may decide about an export; the defaults let the checkpoint decide."""
-
-    hf_config: str | None = None  # directory of the original Hugging Face model
-    rules: Path | None = None  # a rule file
-    dtype: str | None = None
-    vocab_size: int | None = None
-    max_shard_bytes: int = DEFAULT_SHARD_SIZE
-    mtp_copies: bool = False
-    tp: int | None = None  # tensor-parallel size of the job that wrote an fsdp_dtensor checkpoint
-    quantize: Quantization | None = None
-    peft: bool = False  # the checkpoint's adapter (LoRA) as a PEFT directory
-    tower: TowerName | None = None  # the part that it is of the model in `hf_config`
-    check_masters: CheckLevel = "sample"  # of the stored weights' masters, whether they are exported or not
-    alpha: float | None = None  # its scale times its rank, where nothing stored tells it
 
 
 def export_hf(

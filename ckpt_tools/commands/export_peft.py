@@ -21,7 +21,7 @@ from ckpt_tools.model.target import Target
 from ckpt_tools.plan.weight_files import WeightFile, build_safetensors_plan
 
 if TYPE_CHECKING:
-    from ckpt_tools.commands.export_hf import ExportOptions
+    from ckpt_tools.commands.export_options import ExportOptions
 
 
 def plan_peft(opened: Opened, options: ExportOptions) -> Conversion:

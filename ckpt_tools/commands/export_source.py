@@ -23,8 +23,7 @@ from ckpt_tools.megatron.huggingface.tower_targets import language_prefix
 from ckpt_tools.megatron.hybrid import as_gpt, is_hybrid
 from ckpt_tools.megatron.keys import is_optimizer_key, one_expert
 from ckpt_tools.megatron.settings import training_dtype
-from ckpt_tools.model.catalog import Catalog
-from ckpt_tools.model.expressions import Value
+from ckpt_tools.model.catalog import Catalog, Value
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import TargetTensor

@@ -17,7 +17,8 @@ from ckpt_tools.errors import MappingError, UnsupportedCheckpointError
 from ckpt_tools.formats.detect import locate
 from ckpt_tools.formats.documents import read_named_file
 from ckpt_tools.formats.files import AnyPath, path_text
-from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions, build_fsdp_target
+from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.write import build_fsdp_target
 
 MAX_MAP_BYTES = 128 << 20  # a million parameters
 

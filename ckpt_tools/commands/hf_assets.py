@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from ckpt_tools.formats.belongs import CARRIED, TEMPLATES, is_like
 from ckpt_tools.formats.documents import DocumentError, parse_json
-from ckpt_tools.formats.files import open_files, path_in, read_whole
+from ckpt_tools.formats.files import path_in, read_whole
 from ckpt_tools.formats.hub_cache import snapshot_of
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.formats.safetensors import OTHER_WEIGHTS, refuse_pointers
 
 CODE = "*.py"

@@ -22,8 +22,9 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.execute.read_box import BoxReader, read_proven
 from ckpt_tools.formats.documents import parse_json
-from ckpt_tools.formats.files import Files, open_files, path_in, read_whole
+from ckpt_tools.formats.files import Files, path_in, read_whole
 from ckpt_tools.formats.hub_cache import snapshot_of
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.formats.rank_parts import parts_of_ranks
 from ckpt_tools.formats.safetensors import INDEX_FILE, refuse_pointers, unread_files
 from ckpt_tools.megatron.huggingface.families import FAMILIES
@@ -32,9 +33,8 @@ from ckpt_tools.megatron.huggingface.rules import Family
 from ckpt_tools.megatron.huggingface.shard_files import DEFAULT_SHARD_SIZE, pack_shards, shard_index
 from ckpt_tools.model.box import Box, full_box, split_axes
 from ckpt_tools.model.casts import cast, cast_checked, numpy_dtype, raw_dtype
-from ckpt_tools.model.catalog import Catalog, TensorEntry
+from ckpt_tools.model.catalog import Catalog, TensorEntry, Value, made_entry
 from ckpt_tools.model.dtypes import itemsize
-from ckpt_tools.model.expressions import Value, made_entry
 from ckpt_tools.model.kernels import reshaped
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.plan.byte_runs import row_major_tiles

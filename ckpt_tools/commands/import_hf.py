@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.commands.conversion import Conversion, Progress, RunOptions, Writer, convert
 from ckpt_tools.commands.conversion_report import ConversionReport
+from ckpt_tools.commands.convert_options import ConvertOptions
 from ckpt_tools.commands.hf_parts import (
     families_with,
     offset_notes,
@@ -27,22 +28,23 @@ from ckpt_tools.commands.outputs import in_root, refuse_overlap
 from ckpt_tools.commands.peft_source import merge_peft, peft_files
 from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.target_job import TargetJob, said_tp
-from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, planned, prepare_model
+from ckpt_tools.commands.to_fsdp_dtensor import planned, prepare_model
 from ckpt_tools.commands.to_torch_dist import write_torch_dist
 from ckpt_tools.commands.tower_source import check_tower, tower_alone
 from ckpt_tools.commands.version_2 import VERSION_2, for_version_2
 from ckpt_tools.errors import CkptError, MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.detect import MAX_DIGITS, Location, locate
-from ckpt_tools.formats.files import AnyPath, Files, open_files, path_text
+from ckpt_tools.formats.files import AnyPath, Files, path_text
 from ckpt_tools.formats.hub_cache import snapshot_of
 from ckpt_tools.formats.joined_files import FilesBeside
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.formats.run_layouts import ForeignFormatError
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.formats.unpickle import StandIn, TorchDtype, stand_in
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh, given_settings
-from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.model_tensors import shared_head
 from ckpt_tools.megatron.huggingface.peft import MERGE_WITH_PEFT
@@ -59,13 +61,12 @@ from ckpt_tools.megatron.settings import read_settings
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from ckpt_tools.megatron.vocab import padded_rows, vocabulary
 from ckpt_tools.model.add_number import AddNumber
-from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.catalog import Catalog, Made, Value, made_entry
 from ckpt_tools.model.choices import LayerSpec, MegatronFormat, TowerName
 from ckpt_tools.model.dtypes import CASTABLE
-from ckpt_tools.model.expressions import Made, Value, made_entry
 from ckpt_tools.model.model import Model, Parameter
 from ckpt_tools.model.roles import WEIGHT
-from ckpt_tools.model.target import Source
+from ckpt_tools.model.views import Source
 from ckpt_tools.verify.facts import since
 
 MLA_NORM = re.compile(r"\.linear_(q|kv)_up_proj\.layer_norm_weight$")

@@ -14,16 +14,13 @@ from ckpt_tools.commands.outputs import is_root
 from ckpt_tools.errors import CkptError, Interrupted, Terminated, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.ranks import connect
 from ckpt_tools.formats.dcp import METADATA
-from ckpt_tools.formats.detect import (
-    CheckpointKind,
-    iteration_numbers,
-    locate,
-    tracked_iteration,
-)
-from ckpt_tools.formats.files import open_files, path_in
+from ckpt_tools.formats.detect import iteration_numbers, locate, tracked_iteration
+from ckpt_tools.formats.files import path_in
 from ckpt_tools.formats.metadata_kind import METADATA_JSON
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.formats.run_layouts import iteration_folders
 from ckpt_tools.megatron.common_state import COMMON_FILE
+from ckpt_tools.model.choices import CheckpointKind
 
 RELEASE = "release"
 

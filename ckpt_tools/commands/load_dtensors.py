@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ckpt_tools.commands.conversion import Conversion
+from ckpt_tools.commands.convert_options import ConvertOptions
 from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.placements import Layout, in_reading_order, place_model
-from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, prepare_output
+from ckpt_tools.commands.to_fsdp_dtensor import prepare_output
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.check_masters import check_masters
 from ckpt_tools.execute.proof import SourceProof

@@ -16,7 +16,8 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.formats.dcp import METADATA
 from ckpt_tools.formats.detect import locate
-from ckpt_tools.formats.files import AnyPath, open_files, path_in, path_text
+from ckpt_tools.formats.files import AnyPath, path_in, path_text
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.formats.run_layouts import being_written, iteration_folders, names_in
 from ckpt_tools.formats.tree import files_below
 from ckpt_tools.megatron.common_state import read_common_state

@@ -20,13 +20,12 @@ from ckpt_tools.megatron.keys import parameter_of, stacked_axes
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import StateTensor
-from ckpt_tools.model.catalog import Catalog, TensorEntry
+from ckpt_tools.model.catalog import Catalog, Made, TensorEntry, Value, made_entry
 from ckpt_tools.model.dtypes import CASTABLE, FLOATING
-from ckpt_tools.model.expressions import Made, Value, made_entry
 from ckpt_tools.model.kernels import WeightedMean
 from ckpt_tools.model.roles import MASTER, WEIGHT
-from ckpt_tools.model.target import Source, TargetTensor
-from ckpt_tools.model.views import Insert, Place
+from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.views import Insert, Place, Source
 
 _BUFFER = re.compile(
     r"(?:^|\.)(?:expert_bias|e_score_correction_bias|local_tokens_per_expert|inv_freq|original_inv_freq|cos_cached|"

@@ -32,7 +32,8 @@ from ckpt_tools.megatron.keys import (
 )
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.roles import MASTER
-from ckpt_tools.model.target import Source, Target, TargetObject, TargetTensor
+from ckpt_tools.model.target import Target, TargetObject, TargetTensor
+from ckpt_tools.model.views import Source
 
 _LAYOUTS = (
     "decoder_first_pipeline_num_layers",

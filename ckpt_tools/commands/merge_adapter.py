@@ -20,20 +20,21 @@ from ckpt_tools.commands.conversion import (
     like_to_like,
 )
 from ckpt_tools.commands.conversion_report import ConversionReport, MastersUse
+from ckpt_tools.commands.convert_options import ConvertOptions
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.outputs import refuse_overlap
 from ckpt_tools.commands.peft_source import is_peft
 from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.read_model import Wanted, keeps_masters, master_targets, read_beside_masters
-from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, planned, prepare_model
+from ckpt_tools.commands.to_fsdp_dtensor import planned, prepare_model
 from ckpt_tools.commands.to_torch_dist import write_torch_dist
 from ckpt_tools.errors import UnsupportedCheckpointError
 from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.detect import Location, locate
-from ckpt_tools.formats.files import open_files
 from ckpt_tools.formats.joined_files import FilesBeside
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.megatron.adapters import Adapter
-from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.huggingface.peft import MERGE_WITH_PEFT
 from ckpt_tools.megatron.merged import merged_model
 from ckpt_tools.megatron.record import read_record

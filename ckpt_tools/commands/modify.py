@@ -12,7 +12,8 @@ from ckpt_tools.commands.rewrite import Edited, EditOptions, need_dcp, rewrite
 from ckpt_tools.errors import MappingError, UsageError, list_problems
 from ckpt_tools.formats.container import read_archive
 from ckpt_tools.formats.files import AnyPath, path_text
-from ckpt_tools.model.target import Source, Target, TargetObject, TargetTensor
+from ckpt_tools.model.target import Target, TargetObject, TargetTensor
+from ckpt_tools.model.views import Source
 
 KeyPath = tuple[str | int, ...]
 

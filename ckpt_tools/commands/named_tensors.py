@@ -19,7 +19,8 @@ from ckpt_tools.megatron.huggingface.quantized import SETTINGS, dequantized
 from ckpt_tools.megatron.keys import Part, one_expert, part_of
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.model import Model
-from ckpt_tools.model.target import Source, TargetTensor
+from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.views import Source
 
 KEYS, PARAMETERS = "keys", "parameters"
 

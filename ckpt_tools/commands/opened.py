@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.detect import Location, locate
-from ckpt_tools.formats.files import Files, open_files
+from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.metadata_kind import refuse_metadata_json
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.format import FORMATS

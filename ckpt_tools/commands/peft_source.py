@@ -8,9 +8,10 @@ from typing import Any
 
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
 from ckpt_tools.formats.documents import DocumentError, parse_json
-from ckpt_tools.formats.files import Files, absent_folder, open_files, read_whole
+from ckpt_tools.formats.files import Files, absent_folder, read_whole
 from ckpt_tools.formats.hub_cache import snapshot_of
 from ckpt_tools.formats.joined_files import joined_entry
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.formats.safetensors import read_safetensors_header, refuse_pointers
 from ckpt_tools.megatron.huggingface.peft import (
     ADAPTER_WEIGHTS,

@@ -29,9 +29,9 @@ from ckpt_tools.commands.hf_parts import (
 )
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.errors import MappingError, UsageError, list_problems
-from ckpt_tools.formats.files import open_files
 from ckpt_tools.formats.hub_cache import snapshot_of
 from ckpt_tools.formats.left_out import leave_out
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.formats.safetensors import INDEX_FILE, SINGLE_FILE, read_safetensors_catalog
 from ckpt_tools.megatron.dcp.read import refuse_group_map
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
@@ -40,14 +40,14 @@ from ckpt_tools.megatron.huggingface.checks import specs_of
 from ckpt_tools.megatron.huggingface.model_tensors import Expected, expected_by_rules, expected_by_weights
 from ckpt_tools.megatron.huggingface.quantized import SETTINGS
 from ckpt_tools.megatron.huggingface.targets import bulk_dtype
-from ckpt_tools.model.catalog import Catalog, TensorEntry
+from ckpt_tools.model.catalog import Catalog, TensorEntry, Value
 from ckpt_tools.model.dtypes import CASTABLE
-from ckpt_tools.model.expressions import Value
-from ckpt_tools.model.target import Source, Target, TargetTensor
+from ckpt_tools.model.target import Target, TargetTensor
+from ckpt_tools.model.views import Source
 from ckpt_tools.plan.weight_files import build_safetensors_plan
 
 if TYPE_CHECKING:
-    from ckpt_tools.commands.export_hf import ExportOptions
+    from ckpt_tools.commands.export_options import ExportOptions
 
 _TYPES = ("dtype", "torch_dtype")  # what transformers 5 and 4 call the weights' type
 

@@ -10,11 +10,12 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ckpt_tools.close_names import refuse_unmatched
+from ckpt_tools.commands.convert_options import ConvertOptions
 from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.placements import Layout, place_model, rank_share
 from ckpt_tools.commands.relayout_plain import plain_layout
 from ckpt_tools.commands.target_job import TargetJob
-from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, prepare_output, stays_plain
+from ckpt_tools.commands.to_fsdp_dtensor import prepare_output, stays_plain
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.formats.files import AnyPath, path_text

@@ -18,7 +18,8 @@ from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, raw_dtype
 from ckpt_tools.model.catalog import TensorEntry
 from ckpt_tools.model.dtypes import CASTABLE, itemsize
-from ckpt_tools.model.target import Source, TargetTensor
+from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.views import Source
 from ckpt_tools.plan.byte_runs import row_major_tiles
 
 MAX_SHOWN = 1000  # elements, unless a slice is asked for

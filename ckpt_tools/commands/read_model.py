@@ -20,7 +20,8 @@ from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.choices import LayerSpec
 from ckpt_tools.model.model import Model, Parameter
 from ckpt_tools.model.roles import MASTER
-from ckpt_tools.model.target import Source, TargetTensor
+from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.views import Source
 
 if TYPE_CHECKING:
     from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import Share

@@ -16,9 +16,9 @@ from ckpt_tools.formats.detect import Location
 from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.fsdp_dtensor.entries import read_fsdp_source
+from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.fsdp_dtensor.regroup import Relayout, build_relayout
 from ckpt_tools.megatron.fsdp_dtensor.stored import packed_projections
-from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
 from ckpt_tools.megatron.names import ModelStyle
 from ckpt_tools.megatron.parallel_sizes import refuse_tensor_parallel
 from ckpt_tools.megatron.record import TargetRecord
@@ -28,7 +28,7 @@ from ckpt_tools.megatron.vocab import vocabulary
 from ckpt_tools.model.catalog import Item
 
 if TYPE_CHECKING:
-    from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions
+    from ckpt_tools.commands.convert_options import ConvertOptions
 
 
 def prepare_relayout(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversion:

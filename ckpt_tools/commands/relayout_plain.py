@@ -22,15 +22,16 @@ from ckpt_tools.formats.left_out import leave_out
 from ckpt_tools.megatron.dcp.read import owners
 from ckpt_tools.megatron.dcp.state_dict import StateDict, read_state_dict
 from ckpt_tools.megatron.fsdp_dtensor.entries import SmallValues
-from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.record import TargetRecord, read_record
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.roles import MASTER, WEIGHT
-from ckpt_tools.model.target import Source, Target, TargetObject, TargetTensor
+from ckpt_tools.model.target import Target, TargetObject, TargetTensor
+from ckpt_tools.model.views import Source
 from ckpt_tools.sharding.describe import LiveTensor
 
 if TYPE_CHECKING:
-    from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions
+    from ckpt_tools.commands.convert_options import ConvertOptions
 
 HF_PREFIX = "model"
 LOADER = "torch.distributed.checkpoint"

@@ -45,8 +45,8 @@ from ckpt_tools.megatron.torch_dist.write import CONTENT_METADATA, OPTIMIZER_MET
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER
-from ckpt_tools.model.target import Source, Target, TargetObject, TargetTensor
-from ckpt_tools.model.views import Insert, Narrow, Place, Step
+from ckpt_tools.model.target import Target, TargetObject, TargetTensor
+from ckpt_tools.model.views import Insert, Narrow, Place, Source, Step
 from ckpt_tools.verify.meaning import fsdp_weights, torch_dist_weights
 
 _NUMBER = re.compile(r"(\d+)(?=\.)")

@@ -34,12 +34,13 @@ from torch.futures import Future
 
 from ckpt_tools.close_names import close_names
 from ckpt_tools.commands.conversion import Conversion
+from ckpt_tools.commands.convert_options import ConvertOptions
 from ckpt_tools.commands.import_hf import ImportOptions, read_huggingface
 from ckpt_tools.commands.load_dtensors import check_rank_masters, inline_tensor, to_torch
 from ckpt_tools.commands.opened import Opened, open_checkpoint
 from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.to_dcp import prepare_dcp
-from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, prepare, prepare_model
+from ckpt_tools.commands.to_fsdp_dtensor import prepare, prepare_model
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.execute.proof import SourceProof
 from ckpt_tools.execute.read_box import BoxReader

@@ -28,14 +28,15 @@ from ckpt_tools.formats.files import AnyPath, path_text
 from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.megatron.common_state import COMMON_FILE
 from ckpt_tools.megatron.dcp.state_dict import EXTRA_STATE, is_megatron, read_state_dict, root_of
-from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, is_optimizer_key, is_run_state, parameter_of
 from ckpt_tools.megatron.torch_dist.write import OPTIMIZER_METADATA
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.choices import CheckLevel
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.roles import WEIGHT
-from ckpt_tools.model.target import Source, Target, TargetObject, TargetTensor
+from ckpt_tools.model.target import Target, TargetObject, TargetTensor
+from ckpt_tools.model.views import Source
 
 _OF_THE_OPTIMIZER = ("optimizer", "opt_param_scheduler", "lr_scheduler", "rerun_state_machine", "rng_state")
 _LAYOUT = frozenset(OPTIMIZER_METADATA)

@@ -14,18 +14,19 @@ from ckpt_tools.commands.conversion import (
     open_source,
 )
 from ckpt_tools.commands.conversion_report import ConversionReport
+from ckpt_tools.commands.convert_options import ConvertOptions
 from ckpt_tools.commands.hf_parts import CONFIG, architecture_of, read_config
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.outputs import is_root
 from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.read_model import Wanted, read_model
 from ckpt_tools.commands.relayout_plain import need_job, plain_layout, prepare_hf, prepare_plain
-from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, planned, prepare_model
+from ckpt_tools.commands.to_fsdp_dtensor import planned, prepare_model
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.formats.files import AnyPath, path_text
-from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.torch_dist.read import Extent
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal
 
 from ckpt_tools.commands.conversion import (
     Conversion,
     CutRows,
-    MegatronOptions,
     Progress,
     Writer,
     convert,
@@ -19,6 +18,7 @@ from ckpt_tools.commands.conversion import (
     open_source,
 )
 from ckpt_tools.commands.conversion_report import ConversionReport
+from ckpt_tools.commands.convert_options import ConvertOptions
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.outputs import object_archives, read_bridge_files, trackers_of, with_record
 from ckpt_tools.commands.placements import Layout, target_model
@@ -34,13 +34,13 @@ from ckpt_tools.megatron.bridge import RUN_CONFIG, TRAIN_STATE, fsdp_run_config,
 from ckpt_tools.megatron.dcp.write import build_dcp_target
 from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh, with_fresh_optimizer
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter
-from ckpt_tools.megatron.fsdp_dtensor.write import FsdpTarget, TargetOptions, build_fsdp_target, writer_tp
+from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.write import FsdpTarget, build_fsdp_target, writer_tp
 from ckpt_tools.megatron.parallel_sizes import refuse_tensor_parallel
 from ckpt_tools.megatron.record import TargetRecord
 from ckpt_tools.megatron.vocab import VocabChange
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Item
-from ckpt_tools.model.choices import CheckLevel
 from ckpt_tools.model.deferred import Chosen
 from ckpt_tools.model.model import Model, without_optimizer
 from ckpt_tools.model.roles import MASTER, WEIGHT
@@ -50,16 +50,6 @@ if TYPE_CHECKING:
     from ckpt_tools.megatron.torch_dist.read import Extent
 
 _BUILD: Final = {"fsdp_dtensor": build_fsdp_target, "dcp": build_dcp_target}
-
-
-@dataclass(frozen=True, slots=True)
-class ConvertOptions(MegatronOptions):
-    """What a user may decide about a conversion; the defaults let the checkpoint decide."""
-
-    target: TargetOptions = field(default_factory=TargetOptions)
-    layout: Layout | None = None  # None: rows over the ranks that convert
-    check_masters: CheckLevel = "sample"
-    keep_plain: bool = False  # the state dict of a model that is not Megatron's is laid out as what it is
 
 
 def convert_to_fsdp_dtensor(

@@ -9,9 +9,10 @@ from typing import Any, get_args
 
 from ckpt_tools.commands.hf_parts import read_config
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
-from ckpt_tools.formats.files import Files, open_files
+from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.hub_cache import snapshot_of
 from ckpt_tools.formats.joined_files import joined_entry
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.megatron.huggingface.checks import Spec, specs_of
 from ckpt_tools.megatron.huggingface.targets import Exported
@@ -26,7 +27,8 @@ from ckpt_tools.megatron.huggingface.towers import (
 from ckpt_tools.megatron.huggingface.vision_language import vision_language_types
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.choices import TowerName
-from ckpt_tools.model.target import Source, TargetTensor
+from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.views import Source
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.detect import TRACKER, Location, locate, other_copy
-from ckpt_tools.formats.files import AnyPath, Files, LocalFiles, open_files, path_text
+from ckpt_tools.formats.files import AnyPath, Files, LocalFiles, path_text
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.formats.run_layouts import ForeignFormatError
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.model.catalog import Catalog, Item

@@ -19,7 +19,8 @@ from ckpt_tools.errors import (
     UsageError,
 )
 from ckpt_tools.formats.detect import Location
-from ckpt_tools.formats.files import Files, open_files, path_in
+from ckpt_tools.formats.files import Files, path_in
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.formats.tree import files_below
 from ckpt_tools.megatron.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict

@@ -7,7 +7,7 @@ from dataclasses import replace
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.megatron.common_state import CommonState
-from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.torch_dist.read import rng_states, stored_groups
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER

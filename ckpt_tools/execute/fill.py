@@ -13,7 +13,7 @@ from ckpt_tools.execute.source_reader import SourceReader, chunk_of, index_of, r
 from ckpt_tools.formats.read_ahead import Range
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, cast_checked, numpy_dtype, raw_dtype
-from ckpt_tools.model.kernels import Form
+from ckpt_tools.model.dtypes import Form
 from ckpt_tools.model.transfers import Computation, Operand, Transfer
 from ckpt_tools.model.views import Piece, pull_box, push_piece
 

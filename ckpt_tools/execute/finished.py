@@ -19,7 +19,8 @@ from ckpt_tools.execute.source_reader import SourceReader, has_stores, store_ran
 from ckpt_tools.execute.stream import Pump
 from ckpt_tools.execute.write_job import METADATA, Output, WriteOptions
 from ckpt_tools.formats.dcp_metadata import metadata_bytes
-from ckpt_tools.formats.files import Files, open_files
+from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.formats.read_ahead import Range, reading_ahead
 from ckpt_tools.model.transfers import OutputItem, Plan
 

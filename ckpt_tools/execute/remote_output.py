@@ -46,8 +46,8 @@ from ckpt_tools.execute.write_job import (
     WriteJob,
     WriteOptions,
 )
-from ckpt_tools.formats.files import open_files
 from ckpt_tools.formats.multipart import Part
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.formats.requests import pool
 from ckpt_tools.formats.store import Retry, Store
 from ckpt_tools.model.transfers import OutputItem, Plan

@@ -2,6 +2,7 @@
 
 * `tree`: all files below a folder
 * `files`: byte ranges of local files: the seam between checkpoints and storage
+* `open_files`: the files of a folder, wherever it is
 * `joined_files`: several folders as one
 * `store`: one folder of an object store, its requests and their retries
 * `drivers`: what a store is asked, and how fsspec answers

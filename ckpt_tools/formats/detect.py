@@ -10,7 +10,7 @@ import re
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 from ckpt_tools.credentials import hidden
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, UsageError
@@ -18,9 +18,10 @@ from ckpt_tools.formats.beside import LOCAL_FILE, MODELOPT, left_beside, local_c
 from ckpt_tools.formats.container import StoredTensor, load_object, whole_file
 from ckpt_tools.formats.dcp import METADATA
 from ckpt_tools.formats.documents import parse_json
-from ckpt_tools.formats.files import Files, absent_folder, open_files, path_in, read_whole
+from ckpt_tools.formats.files import Files, absent_folder, path_in, read_whole
 from ckpt_tools.formats.hub_cache import snapshot_of
 from ckpt_tools.formats.metadata_kind import METADATA_JSON, kind_of
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.formats.pickled_names import brief
 from ckpt_tools.formats.rank_parts import parts_of_ranks
 from ckpt_tools.formats.run_layouts import (
@@ -37,6 +38,7 @@ from ckpt_tools.formats.run_layouts import (
     step_of,
 )
 from ckpt_tools.formats.safetensors import ADAPTER, AS_SAFETENSORS, INDEX_FILE, OTHER_WEIGHTS, SINGLE_FILE
+from ckpt_tools.model.choices import CheckpointKind
 
 TRACKER = "latest_checkpointed_iteration.txt"
 BRIDGE_TRACKER = "latest_train_state.pt"
@@ -45,9 +47,6 @@ _TRACKER_BYTES = 4096
 _LOOKED_AT = 32  # folders of a folder that is no checkpoint
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _MODEL_FILES = frozenset({SINGLE_FILE, INDEX_FILE, ADAPTER, "config.json"})  # what makes safetensors a model
-
-
-CheckpointKind: TypeAlias = Literal["torch_dist", "fsdp_dtensor", "dcp", "safetensors"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -309,22 +309,6 @@ def _places_of(root: str) -> tuple[str, ...]:
     return (root, f"{cache}/blobs") if kind == "snapshots" and cache else (root,)
 
 
-def open_files(location: str) -> Files:
-    """The files at `location`: a folder of a mounted file system, or the URL of one in an object store.
-
-    Raises:
-        UsageError: the URL's scheme is unknown or its driver is not installed, or there is no name at all.
-    """
-    if location.startswith("file://"):
-        location = location.removeprefix("file://")
-    refuse_location(location)
-    if "://" not in location:
-        return LocalFiles(location)
-    from ckpt_tools.formats.remote import RemoteFiles  # fsspec is not needed for local paths
-
-    return RemoteFiles(location)
-
-
 def refuse_location(location: str) -> None:
     """Check that `location` can name a folder.
 

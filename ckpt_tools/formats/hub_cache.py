@@ -6,7 +6,8 @@ import re
 from contextlib import closing
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.files import open_files, refuse_location
+from ckpt_tools.formats.files import refuse_location
+from ckpt_tools.formats.open_files import open_files
 
 SNAPSHOTS, REFS, MAIN = "snapshots", "refs", "main"
 _LONGEST_REVISION = 200

@@ -13,7 +13,7 @@ from ckpt_tools.formats.documents import DocumentError, parse_json
 from ckpt_tools.formats.files import Files, path_in, read_whole
 
 if TYPE_CHECKING:
-    from ckpt_tools.formats.detect import CheckpointKind
+    from ckpt_tools.model.choices import CheckpointKind
 
 _FSDP_KEY = re.compile(rb"(model\.module\.|optimizer\.state\.module\.|optimizer\.param_to_group_meta\.)")
 _OF_MEGATRON = re.compile(

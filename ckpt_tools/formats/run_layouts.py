@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.dcp import METADATA
 from ckpt_tools.formats.documents import parse_json
-from ckpt_tools.formats.files import Files, LocalFiles, open_files, path_in, read_whole
+from ckpt_tools.formats.files import Files, LocalFiles, path_in, read_whole
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.formats.safetensors import INDEX_FILE, SINGLE_FILE
 
 CONTENTS = "ckpt_contents.json"

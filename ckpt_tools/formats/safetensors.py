@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, list_problems
-from ckpt_tools.formats.files import Files, open_files, path_in, read_whole
+from ckpt_tools.formats.files import Files, path_in, read_whole
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.formats.rank_parts import joined, lacking_files, parts_of_ranks, placed
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import MAX_DIMENSIONS, Catalog, Chunk, Item, TensorEntry

@@ -25,11 +25,9 @@ from typing import NamedTuple, TypeGuard
 
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.megatron.keys import EXPERTS, expert_of, role_of, stacked_layers, strip_wrappers
-from ckpt_tools.model.catalog import Catalog, TensorEntry
+from ckpt_tools.model.catalog import Catalog, TensorEntry, Value
 from ckpt_tools.model.dtypes import CASTABLE
-from ckpt_tools.model.expressions import Value
-from ckpt_tools.model.target import Source
-from ckpt_tools.model.views import Narrow, Place, Select, View
+from ckpt_tools.model.views import Narrow, Place, Select, Source, View
 
 WRAPPED = ".to_wrap."
 _FACTOR = re.compile(

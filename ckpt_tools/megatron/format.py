@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ckpt_tools.formats.detect import CheckpointKind
 from ckpt_tools.megatron.dcp.state_dict import read_state_dict
 from ckpt_tools.megatron.keys import parameter_name, role_of, state_key
 from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.choices import CheckpointKind
 from ckpt_tools.model.roles import WEIGHT, Role
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_tools.model.box import full_box
-from ckpt_tools.model.expressions import Value
-from ckpt_tools.model.target import Source, TargetTensor
-from ckpt_tools.model.views import Shape, chunk_piece, push_piece
+from ckpt_tools.model.catalog import Value
+from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.views import Shape, Source, chunk_piece, push_piece
 
 
 def rebase(

@@ -12,7 +12,6 @@
 * `quantize_kernels`: kernels that write block FP8
 * `add_number`: a kernel that adds a number: norms that one side stores as weight - 1
 * `low_rank`: a kernel that merges a low-rank adapter (LoRA) into a weight
-* `expressions`: values made of views, and tensors made by kernels
 * `roles`: what a value of a parameter is: the weight, its master, a state
 * `model`: `Model`, `Parameter`: what a checkpoint says, free of its format
 * `target`: what an output must contain, before anyone says who holds which rows

@@ -9,7 +9,7 @@ import numpy as np
 
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.casts import Array, cast
-from ckpt_tools.model.kernels import Form
+from ckpt_tools.model.dtypes import Form
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,8 @@
 """What a checkpoint holds: tensors, their chunks, and objects, as plain data.
 
+A view (`Value`) moves bytes; a kernel (`Made`) computes a tensor, whose entry stands in the catalog like that of a
+stored one, so that views show it as any other.
+
 A catalog says where every item's bytes lie but not what its keys mean. Items are addressed with their
 container (the `torch.save` zip around a payload); `container.py` finds the payload inside.
 """
@@ -12,11 +15,12 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tools.model.box import Box
-from ckpt_tools.model.dtypes import itemsize
+from ckpt_tools.model.dtypes import Form, itemsize
 from ckpt_tools.model.many import many
+from ckpt_tools.model.views import Source
 
 if TYPE_CHECKING:
-    from ckpt_tools.model.expressions import Made
+    from ckpt_tools.model.kernels import Kernel
 
 MAX_DIMENSIONS = 64  # of a tensor; torch and numpy have the same limit
 
@@ -36,6 +40,40 @@ class Chunk(NamedTuple):
 
     box: Box
     item: Item
+
+
+@many(frozen=True, slots=True)
+class Value:
+    """A tensor whose elements are tiled by what its sources show; a source of another element type is cast.
+
+    Elements that no source shows are zeros where `zero_filled` allows that.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    sources: tuple[Source, ...]
+    zero_filled: bool = False
+
+    @property
+    def form(self) -> Form:
+        return Form(self.dtype, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """How a tensor is computed that is not stored."""
+
+    kernel: Kernel
+    inputs: tuple[Value, ...]
+
+    @property
+    def form(self) -> Form:
+        """Element type and shape of the result.
+
+        Raises:
+            ValueError: the inputs are not what the kernel works on.
+        """
+        return self.kernel.form([value.form for value in self.inputs])
 
 
 @many(frozen=True, slots=True)
@@ -60,6 +98,16 @@ class TensorEntry:
     def nbytes(self) -> int:
         """Payload bytes of the whole tensor."""
         return self.numel * itemsize(self.dtype)
+
+
+def made_entry(key: str, made: Made) -> TensorEntry:
+    """The catalog's entry of a tensor that is computed.
+
+    Raises:
+        ValueError: the inputs are not what the kernel works on.
+    """
+    dtype, shape = made.form
+    return TensorEntry(key, dtype, shape, (), made)
 
 
 @many(frozen=True, slots=True)

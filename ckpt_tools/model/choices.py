@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, NoReturn, TypeAlias
 
 MegatronFormat: TypeAlias = Literal["torch_dist", "fsdp_dtensor"]
+CheckpointKind: TypeAlias = Literal["torch_dist", "fsdp_dtensor", "dcp", "safetensors"]
 Format: TypeAlias = Literal["fsdp_dtensor", "torch_dist", "dcp", "hf"]
 """What an output is; the order is that of help."""
 DialectName: TypeAlias = Literal["core-0.16", "core-0.17", "core-0.19", "main", "bridge"]

@@ -5,6 +5,8 @@ The whole tool speaks these names, so nothing but the writer's oracle tests need
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ckpt_tools.errors import UnsupportedCheckpointError
 
 ITEMSIZE: dict[str, int] = {
@@ -46,3 +48,10 @@ def itemsize(dtype: str) -> int:
         raise UnsupportedCheckpointError(
             f"element type {dtype!r} is not supported; known types are {', '.join(ITEMSIZE)}"
         ) from None
+
+
+class Form(NamedTuple):
+    """Element type and shape (elements per dimension) of a value."""
+
+    dtype: str
+    shape: tuple[int, ...]

@@ -24,14 +24,7 @@ import numpy as np
 
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, cast, numpy_dtype
-from ckpt_tools.model.dtypes import CASTABLE
-
-
-class Form(NamedTuple):
-    """Element type and shape (elements per dimension) of a value."""
-
-    dtype: str
-    shape: tuple[int, ...]
+from ckpt_tools.model.dtypes import CASTABLE, Form
 
 
 class Kernel(Protocol):

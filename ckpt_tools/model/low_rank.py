@@ -16,8 +16,8 @@ import numpy as np
 
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.casts import Array, cast, numpy_dtype
-from ckpt_tools.model.dtypes import CASTABLE
-from ckpt_tools.model.kernels import Form, rounded_once
+from ckpt_tools.model.dtypes import CASTABLE, Form
+from ckpt_tools.model.kernels import rounded_once
 
 _WIDE = ("float32", "float64")
 _BLOCK_ROWS, _BLOCK_COLUMNS = 32, 1024  # sums of this many elements stay in a processor's cache

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.model.expressions import Value
+from ckpt_tools.model.catalog import Value
 from ckpt_tools.model.many import many
 from ckpt_tools.model.roles import MASTER, WEIGHT
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.casts import Array, cast
-from ckpt_tools.model.kernels import Form
+from ckpt_tools.model.dtypes import Form
 
 _BLOCK, _BLOCK_BYTES = 32, 16  # elements and bytes of an MXFP4 block (OCP Microscaling Formats)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -18,8 +18,7 @@ import numpy as np
 
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, cast
-from ckpt_tools.model.dtypes import CASTABLE
-from ckpt_tools.model.kernels import Form
+from ckpt_tools.model.dtypes import CASTABLE, Form
 
 E4M3_MAX = 448.0
 _LEAST_SCALE = np.float32(2.0**-126)

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from ckpt_tools.model.casts import is_exact
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.many import many
 from ckpt_tools.model.roles import Role
-from ckpt_tools.model.views import View
-
-
-class Source(NamedTuple):
-    """The tensor `key` of the source catalog, seen through `view`."""
-
-    key: str
-    view: View = ()
+from ckpt_tools.model.views import Source
 
 
 @many(frozen=True, slots=True)

@@ -267,3 +267,10 @@ def push_piece(view: Sequence[Step], piece: Piece) -> list[Piece]:
     for step in view:
         pieces = [out for one in pieces for out in step.push(one)]
     return pieces
+
+
+class Source(NamedTuple):
+    """The tensor `key` of the source catalog, seen through `view`."""
+
+    key: str
+    view: View = ()

@@ -11,8 +11,8 @@ from ckpt_tools.errors import CorruptCheckpointError, MappingError
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog, Chunk, TensorEntry
 from ckpt_tools.model.dtypes import CASTABLE
-from ckpt_tools.model.target import Source, TargetTensor
-from ckpt_tools.model.views import Piece, Select, View, chunk_piece, pull_box, push_piece, view_shape
+from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.views import Piece, Select, Source, View, chunk_piece, pull_box, push_piece, view_shape
 from ckpt_tools.plan.tiling import BoxIndex, find_overlap, tiling_problem
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from ckpt_tools.model.box import Box, full_box
-from ckpt_tools.model.catalog import TensorEntry
+from ckpt_tools.model.catalog import TensorEntry, Value
 from ckpt_tools.model.dtypes import itemsize
-from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.model.transfers import (
     COMPUTED,

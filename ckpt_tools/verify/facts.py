@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ckpt_tools.formats.detect import CheckpointKind
+from ckpt_tools.model.choices import CheckpointKind
 from ckpt_tools.verify.job import PROGRAMS, VERSIONS, Job
 from ckpt_tools.verify.report import Severity
 

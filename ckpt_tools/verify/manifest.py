@@ -23,7 +23,8 @@ from ckpt_tools.megatron.record import RECORD_FILE
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.dtypes import itemsize
-from ckpt_tools.model.target import Source, TargetTensor
+from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.views import Source
 from ckpt_tools.plan.byte_runs import row_major_tiles
 from ckpt_tools.verify.report import Check, Findings
 from ckpt_tools.verify.structure import DATA_SUFFIXES, all_items

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from ckpt_tools.formats.dcp import METADATA
 from ckpt_tools.formats.detect import TRACKER, Location
-from ckpt_tools.formats.files import Files, open_files
+from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.metadata_kind import METADATA_JSON, metadata_json_problems
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.formats.run_layouts import iteration_folders
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.keys import COMMON_OBJECT, GROUP_META, MODEL_PREFIX

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from ckpt_tools.errors import CkptError, HostileCheckpointError
-from ckpt_tools.formats.detect import CheckpointKind
+from ckpt_tools.model.choices import CheckpointKind
 
 Severity: TypeAlias = Literal["error", "warning"]
 ERROR: Final = "error"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpt_tools.formats.detect import CheckpointKind
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.hybrid import is_hybrid, says_hybrid
 from ckpt_tools.megatron.keys import HALVES, decoder_layer
 from ckpt_tools.megatron.settings import settings_from_model_config
 from ckpt_tools.megatron.torch_dist.slices import layer_counts
+from ckpt_tools.model.choices import CheckpointKind
 from ckpt_tools.verify.facts import Facts, Stored
 from ckpt_tools.verify.job import Job
 from ckpt_tools.verify.meaning import Weight

@@ -27,10 +27,11 @@ from ckpt_tools.cli.options import Row, option
 from ckpt_tools.cli.signature import fill, with_options
 from ckpt_tools.cli.table import FSDP_TARGET, TABLE, TORCH_DIST_TARGET
 from ckpt_tools.commands.average import AverageOptions
+from ckpt_tools.commands.convert_options import ConvertOptions
 from ckpt_tools.commands.copy import CopyOptions
 from ckpt_tools.commands.dcp_json import dcp_as_json
 from ckpt_tools.commands.diff import DiffRequest
-from ckpt_tools.commands.export_hf import ExportOptions
+from ckpt_tools.commands.export_options import ExportOptions
 from ckpt_tools.commands.import_hf import ImportOptions
 from ckpt_tools.commands.inspect import Inspection, inspect_checkpoint
 from ckpt_tools.commands.merge_adapter import MergeOptions
@@ -41,11 +42,10 @@ from ckpt_tools.commands.rewrite import EditOptions
 from ckpt_tools.commands.slice import slice_layers
 from ckpt_tools.commands.stats import StatsOptions
 from ckpt_tools.commands.strip import strip_checkpoint
-from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions
 from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions
 from ckpt_tools.commands.verify import VerifyOptions
 from ckpt_tools.execute.run import WriteOptions
-from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from ckpt_tools.verify.compare import Tolerance
 from ckpt_tools.verify.differences import DiffOptions

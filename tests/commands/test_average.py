@@ -29,8 +29,7 @@ from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.casts import Array
 from ckpt_tools.model.kernels import WeightedMean
-from ckpt_tools.model.target import Source
-from ckpt_tools.model.views import Narrow, Select
+from ckpt_tools.model.views import Narrow, Select, Source
 from tests.altered import altered, overwrite, scaled
 from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle

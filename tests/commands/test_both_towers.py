@@ -16,14 +16,13 @@ from ckpt_tools.commands.export_source import ExportSource
 from ckpt_tools.commands.several_parts import reference_of
 from ckpt_tools.errors import MappingError
 from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.files import open_files
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.megatron.huggingface import tower_targets
 from ckpt_tools.megatron.huggingface.vision_language import (
     vision_language,
     vision_language_types,
 )
-from ckpt_tools.model.catalog import Catalog
-from ckpt_tools.model.expressions import Value
+from ckpt_tools.model.catalog import Catalog, Value
 from tests.commands.test_tower_source import config_of, refusal, tensors_of
 from tests.megatron.huggingface.vision_language import KINDS, MROPE, directory, qwen2_5_vl, save
 

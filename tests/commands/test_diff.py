@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 
 from ckpt_tools.cli.app import run
+from ckpt_tools.commands.convert_options import ConvertOptions
 from ckpt_tools.commands.diff import DiffRequest, _recorded_tp, diff_checkpoints
 from ckpt_tools.commands.opened import Opened
 from ckpt_tools.commands.to_dcp import convert_to_dcp
-from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist
 from ckpt_tools.errors import UnsupportedCheckpointError
 from ckpt_tools.formats.container import StoredTensor
 from ckpt_tools.formats.detect import Location
-from ckpt_tools.formats.files import open_files
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.megatron.common_state import CommonState
-from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.model.catalog import Catalog, Item, ObjectEntry
 from ckpt_tools.verify.compare import Tolerance
 from ckpt_tools.verify.diff_values import diff_values
@@ -266,7 +267,8 @@ def test_a_large_tensor_is_compared_in_bounded_memory(tmp_path):
     from ckpt_tools.formats.files import LocalFiles
     from ckpt_tools.model.box import full_box
     from ckpt_tools.model.catalog import Catalog, Chunk, Item, TensorEntry
-    from ckpt_tools.model.target import Source, TargetTensor
+    from ckpt_tools.model.target import TargetTensor
+    from ckpt_tools.model.views import Source
     from ckpt_tools.verify.differences import Side, diff_tensors
 
     shape = (64, 1 << 20)  # 256 MiB, sparse on disk

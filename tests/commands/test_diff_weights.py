@@ -16,7 +16,8 @@ from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.formats.files import LocalFiles
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.roles import Role
-from ckpt_tools.model.target import Source, TargetTensor
+from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.views import Source
 from ckpt_tools.verify.compare import Tolerance
 from ckpt_tools.verify.differences import (
     DiffOptions,

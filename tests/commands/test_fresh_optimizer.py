@@ -15,16 +15,17 @@ import pytest
 import torch
 
 from ckpt_tools.cli.app import run
+from ckpt_tools.commands.convert_options import ConvertOptions
 from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.preflight import preflight
 from ckpt_tools.commands.strip import strip_checkpoint
-from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.errors import MappingError
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpSource, read_fsdp_source
 from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import schedule_of
-from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from tests.commands import oracle
 from tests.commands.rewritten import Parts, read, write
 from tests.commands.test_huggingface import model
@@ -346,7 +347,7 @@ def test_damage_in_a_hole_is_repaired_on_resume(tmp_path: Path) -> None:
     from ckpt_tools.execute.fileio import OutputFile, stored_ranges
     from ckpt_tools.execute.source_reader import SourceReader
     from ckpt_tools.execute.stream import Pump
-    from ckpt_tools.formats.files import open_files
+    from ckpt_tools.formats.open_files import open_files
 
     path = tmp_path / "file"
     path.write_bytes(b"\x01" * 5000 + b"\0" * 20000)

@@ -12,7 +12,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.export_hf import ExportOptions, plan_export
+from ckpt_tools.commands.export_hf import plan_export
+from ckpt_tools.commands.export_options import ExportOptions
 from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.megatron.huggingface.layouts import gate_up_in_turns
 from ckpt_tools.megatron.huggingface.model_args import GluInterleave

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpt_tools.commands.export_hf import ExportOptions, export_hf
+from ckpt_tools.commands.export_hf import export_hf
+from ckpt_tools.commands.export_options import ExportOptions
 from ckpt_tools.commands.import_hf import import_hf
 from ckpt_tools.commands.inspect import inspect_checkpoint
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.export_hf import ExportOptions, export_hf
+from ckpt_tools.commands.export_hf import export_hf
+from ckpt_tools.commands.export_options import ExportOptions
 from ckpt_tools.commands.merge_adapter import merge_adapter
 from ckpt_tools.commands.strip import strip_checkpoint
 from ckpt_tools.errors import CorruptCheckpointError, VerificationError

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.export_hf import ExportOptions, export_hf
+from ckpt_tools.commands.export_hf import export_hf
+from ckpt_tools.commands.export_options import ExportOptions
 from ckpt_tools.commands.merge_adapter import MergeOptions, merge_adapter
 from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.strip import strip_checkpoint

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 
 from ckpt_tools.cli.app import run
+from ckpt_tools.commands.convert_options import ConvertOptions
 from ckpt_tools.commands.diff import diff_checkpoints
 from ckpt_tools.commands.load_dtensors import load_dtensors
 from ckpt_tools.commands.modify import modify_state_dict
@@ -23,11 +24,11 @@ from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.slice import slice_layers
 from ckpt_tools.commands.strip import strip_checkpoint
 from ckpt_tools.commands.to_dcp import convert_to_dcp
-from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
 from ckpt_tools.commands.verify import verify_checkpoint
 from ckpt_tools.errors import MappingError, UsageError
-from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from ckpt_tools.sharding.topology import Topology
 from tests.commands import oracle

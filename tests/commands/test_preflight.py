@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from ckpt_tools.commands.convert_options import ConvertOptions
 from ckpt_tools.commands.launch import launch, unsaid
 from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.preflight import _about, local_norms, preflight
-from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.errors import UsageError
-from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.sharding.topology import Topology
 from ckpt_tools.verify.facts import Facts
 from ckpt_tools.verify.job import PROGRAMS, VERSIONS, Job, parse_command

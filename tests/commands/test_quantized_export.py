@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.diff import diff_checkpoints
-from ckpt_tools.commands.export_hf import ExportOptions, export_hf
+from ckpt_tools.commands.export_hf import export_hf
+from ckpt_tools.commands.export_options import ExportOptions
 from ckpt_tools.commands.import_hf import ImportOptions, import_hf
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UsageError
 from ckpt_tools.execute.run import WriteOptions
-from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.model.choices import MegatronFormat
 from tests.commands.test_huggingface import GPT2, GPT_OSS
 from tests.megatron.huggingface.by_rules import DEEPSEEK, LLAMA, QWEN3_MOE, directory

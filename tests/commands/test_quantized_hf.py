@@ -17,8 +17,8 @@ from ckpt_tools.cli.app import run
 from ckpt_tools.commands.export_hf import export_hf
 from ckpt_tools.commands.import_hf import ImportOptions, import_hf
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError
-from ckpt_tools.formats.files import open_files
-from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.formats.open_files import open_files
+from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.quantized import dequantized
 from ckpt_tools.model.catalog import Catalog, TensorEntry

@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from ckpt_tools.cli.app import run
+from ckpt_tools.commands.convert_options import ConvertOptions
 from ckpt_tools.commands.diff import diff_checkpoints
-from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist
 from ckpt_tools.errors import VerificationError
-from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from tests.commands import oracle
 from tests.commands.test_to_fsdp_dtensor import source_of
 from tests.commands.test_to_torch_dist import archives, assert_same_tensors

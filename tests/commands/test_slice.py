@@ -13,7 +13,8 @@ from ckpt_tools.execute.read_box import BoxReader
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.megatron.torch_dist.read import read_torch_dist
 from ckpt_tools.model.box import full_box
-from ckpt_tools.model.target import Source, TargetTensor
+from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.views import Source
 from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.folders import root_of
 

@@ -29,7 +29,8 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.megatron.keys import part_of
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.dtypes import ITEMSIZE
-from ckpt_tools.model.target import Source, TargetTensor
+from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.views import Source
 from ckpt_tools.verify import parts
 from ckpt_tools.verify.values import Change, Statistics
 from tests.altered import scaled

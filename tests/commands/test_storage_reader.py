@@ -18,13 +18,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import ckpt_tools
+from ckpt_tools.commands.convert_options import ConvertOptions
 from ckpt_tools.commands.import_hf import ImportOptions, import_hf
 from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.to_dcp import convert_to_dcp
-from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.read_box import BoxReader
-from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from tests.commands import oracle
 from tests.conftest import DATA, REPO, fixture_dir
 from tests.megatron.dcp.sharded_cases import sharded as sharded  # noqa: PLC0414  a fixture

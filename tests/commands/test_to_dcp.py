@@ -17,14 +17,15 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import ckpt_tools
 from ckpt_tools.cli.app import run
+from ckpt_tools.commands.convert_options import ConvertOptions
 from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.slice import slice_layers
 from ckpt_tools.commands.to_dcp import convert_to_dcp
-from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist
 from ckpt_tools.errors import UnsupportedCheckpointError
 from ckpt_tools.formats.detect import locate
-from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.sharding.topology import Topology
 from tests.commands import oracle
 from tests.conftest import DATA, REPO, fixture_dir

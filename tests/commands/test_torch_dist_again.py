@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.commands.convert_options import ConvertOptions
+from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
 from ckpt_tools.errors import CorruptCheckpointError, UsageError, VerificationError
 from ckpt_tools.execute.run import WriteOptions

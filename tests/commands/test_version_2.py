@@ -18,7 +18,7 @@ from ckpt_tools.commands.opened import open_checkpoint
 from ckpt_tools.commands.placements import Layout
 from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.commands.version_2 import respelled
-from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.sharding.topology import Topology
 from tests.commands import oracle
 from tests.conftest import fixture_dir

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ckpt_tools.commands.conversion_report import ConversionReport
-from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.commands.convert_options import ConvertOptions
+from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
 from ckpt_tools.errors import (
     CkptError,
@@ -19,7 +20,7 @@ from ckpt_tools.errors import (
     UnsupportedCheckpointError,
     VerificationError,
 )
-from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from tests.commands import oracle
 from tests.commands.rewritten import Parts, read, write

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 
 from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.files import Files, open_files
+from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.casts import Array
 from ckpt_tools.model.catalog import Catalog
-from ckpt_tools.model.target import InlineTensor, Source, Target, TargetObject, TargetTensor
+from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTensor
 from ckpt_tools.model.transfers import Plan
-from ckpt_tools.model.views import Narrow, Permute, Select
+from ckpt_tools.model.views import Narrow, Permute, Select, Source
 from ckpt_tools.plan.build import build_plan
 from tests.plan.test_build import rows
 from tests.synthetic import DcpFolder

@@ -12,7 +12,7 @@ import pytest
 from ckpt_tools.execute import access
 from ckpt_tools.execute.run import Output, write_checkpoint
 from ckpt_tools.formats.detect import TRACKER
-from ckpt_tools.formats.files import open_files
+from ckpt_tools.formats.open_files import open_files
 from tests.execute.conftest import Case
 
 GROUP = 54321

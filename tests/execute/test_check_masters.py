@@ -11,12 +11,12 @@ import pytest
 from ckpt_tools.errors import UnsupportedCheckpointError, VerificationError
 from ckpt_tools.execute.check_masters import MastersReport, check_masters, compare_masters, sample_boxes
 from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.files import open_files
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, cast
 from ckpt_tools.model.choices import CheckLevel
-from ckpt_tools.model.target import Source, TargetTensor
-from ckpt_tools.model.views import Place
+from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.views import Place, Source
 from tests.strategies import Shape
 from tests.synthetic import DcpFolder
 

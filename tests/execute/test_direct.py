@@ -20,10 +20,10 @@ from ckpt_tools.errors import StorageError, UsageError
 from ckpt_tools.execute.fileio import BLOCK_BYTES, check_direct
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.files import open_files
-from ckpt_tools.model.target import Source, Target, TargetTensor
+from ckpt_tools.formats.open_files import open_files
+from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.model.transfers import Plan
-from ckpt_tools.model.views import Permute
+from ckpt_tools.model.views import Permute, Source
 from ckpt_tools.plan.build import build_plan
 from ckpt_tools.plan.weight_files import WeightFile, build_safetensors_plan
 from tests.execute.conftest import Case, make_case

@@ -30,7 +30,7 @@ from ckpt_tools.execute.journal import Journal
 from ckpt_tools.execute.publish import Staging
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.formats.detect import TRACKER
-from ckpt_tools.formats.files import open_files
+from ckpt_tools.formats.open_files import open_files
 from tests.execute.conftest import Case, make_case
 from tests.execute.fault_matrix import flips, metadata_flips
 from tests.execute.faults import Converters, Faults, kill_anywhere, raising

@@ -26,12 +26,13 @@ from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.formats import crc
 from ckpt_tools.formats.container import find_tensor
 from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.files import LocalFiles, open_files
+from ckpt_tools.formats.files import LocalFiles
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Item
-from ckpt_tools.model.target import Source, Target, TargetTensor
+from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.model.transfers import Plan
-from ckpt_tools.model.views import Narrow, Permute, View
+from ckpt_tools.model.views import Narrow, Permute, Source, View
 from ckpt_tools.plan.build import build_plan
 from tests.conftest import REPO
 from tests.damage import flip_bit

@@ -30,15 +30,15 @@ from ckpt_tools.execute.work import _Todo
 from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.dcp_metadata import metadata_bytes
 from ckpt_tools.formats.detect import TRACKER
-from ckpt_tools.formats.files import open_files
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.formats.pickle_machine import Machine
 from ckpt_tools.formats.pickle_values import Object, Record
 from ckpt_tools.human import human_bytes
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, numpy_dtype
-from ckpt_tools.model.target import Source, Target, TargetTensor
+from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.model.transfers import Plan
-from ckpt_tools.model.views import Place, Select, view_shape
+from ckpt_tools.model.views import Place, Select, Source, view_shape
 from ckpt_tools.plan.build import FILE_BYTES, build_plan
 from ckpt_tools.plan.holes import hole_bytes, holes
 from tests.conftest import REPO

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from ckpt_tools.commands.export_hf import ExportOptions, export_hf
+from ckpt_tools.commands.export_hf import export_hf
+from ckpt_tools.commands.export_options import ExportOptions
 from ckpt_tools.errors import VerificationError
 from ckpt_tools.execute import uploads
 from ckpt_tools.execute.local_output import LocalOutput
@@ -16,7 +17,7 @@ from ckpt_tools.execute.marker import MARKER, note_of
 from ckpt_tools.execute.remote_output import RemoteOutput
 from ckpt_tools.execute.source_reader import SourceReader
 from ckpt_tools.execute.uploads import Stretch
-from ckpt_tools.formats.files import open_files
+from ckpt_tools.formats.open_files import open_files
 from tests.conftest import DATA
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"

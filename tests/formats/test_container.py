@@ -22,8 +22,9 @@ from ckpt_tools.formats.container import (
     whole_file,
 )
 from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.files import Files, open_files
+from ckpt_tools.formats.files import Files
 from ckpt_tools.formats.frames import framed_tensor
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.model.catalog import Item
 from tests.conftest import fixture_dir
 from tests.formats.checkpoints import dcp_folders

@@ -28,7 +28,7 @@ from ckpt_tools.errors import CkptError, CorruptCheckpointError, UnsupportedChec
 from ckpt_tools.formats import dcp as reader
 from ckpt_tools.formats import lazy as lazy_entries
 from ckpt_tools.formats.dcp import METADATA, read_catalog
-from ckpt_tools.formats.files import open_files
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.formats.pickle_machine import Machine
 from ckpt_tools.formats.records import STORED, Layout, integer, integers
 from ckpt_tools.formats.save_plans import plan_problem

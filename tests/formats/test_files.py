@@ -11,7 +11,8 @@ import pytest
 
 from ckpt_tools.errors import CorruptCheckpointError
 from ckpt_tools.formats import files as module
-from ckpt_tools.formats.files import LocalFiles, _places_of, follow_links, open_files, read_whole
+from ckpt_tools.formats.files import LocalFiles, _places_of, follow_links, read_whole
+from ckpt_tools.formats.open_files import open_files
 
 
 @pytest.fixture

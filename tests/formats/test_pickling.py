@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from ckpt_tools.formats.container import StoredTensor, load_object, whole_file
 from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.files import Files, open_files
+from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.formats.pickling import dump_archive
 from ckpt_tools.formats.unpickle import TorchDtype, stand_in
 from ckpt_tools.model.catalog import Item

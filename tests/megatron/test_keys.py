@@ -19,10 +19,9 @@ from ckpt_tools.megatron.fsdp_dtensor.tensors import model_tensors
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import bucket_states
 from ckpt_tools.megatron.torch_dist.read import dropped_objects
 from ckpt_tools.megatron.torch_dist.slices import SortedKeys, missing_layers
-from ckpt_tools.model.catalog import Catalog, Item, ObjectEntry, TensorEntry
-from ckpt_tools.model.expressions import Value
+from ckpt_tools.model.catalog import Catalog, Item, ObjectEntry, TensorEntry, Value
 from ckpt_tools.model.model import Parameter
-from ckpt_tools.model.target import Source
+from ckpt_tools.model.views import Source
 from tests.conftest import REPO
 
 FC1 = "decoder.layers.0.mlp.linear_fc1.weight"

@@ -14,7 +14,7 @@ from ckpt_tools.megatron.names import DIALECTS, ModelStyle
 from ckpt_tools.megatron.torch_dist.slices import slices_of
 from ckpt_tools.model.catalog import TensorEntry
 from ckpt_tools.model.roles import WEIGHT
-from ckpt_tools.model.target import Source
+from ckpt_tools.model.views import Source
 
 ATTENTION = {
     "self_attention.linear_qkv.layer_norm_weight": (4,),

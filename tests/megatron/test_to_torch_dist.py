@@ -19,7 +19,7 @@ from ckpt_tools.megatron.torch_dist.stacking import stack_parameters
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions, build_torch_dist_target
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.roles import WEIGHT
-from ckpt_tools.model.target import Source
+from ckpt_tools.model.views import Source
 
 STATES = ("exp_avg", "exp_avg_sq")
 GROUP = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False,

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, cast, numpy_dtype
+from ckpt_tools.model.dtypes import Form
 from ckpt_tools.model.kernels import (
     MINIFLOATS,
     Dequantize,
-    Form,
     JoinRemainder,
     Kernel,
     WeightedMean,

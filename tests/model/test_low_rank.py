@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from ckpt_tools.model import low_rank
 from ckpt_tools.model.box import full_box
-from ckpt_tools.model.kernels import Form, Kernel
+from ckpt_tools.model.dtypes import Form
+from ckpt_tools.model.kernels import Kernel
 from ckpt_tools.model.low_rank import AddLowRank
 from tests.model.test_kernels import by_tiles
 from tests.strategies import shapes, tilings

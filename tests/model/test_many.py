@@ -5,7 +5,8 @@ from __future__ import annotations
 import pickle
 from dataclasses import fields, replace
 
-from ckpt_tools.model.target import Source, TargetTensor
+from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.views import Source
 
 _MADE = TargetTensor("model.w", "float32", (2, 3), (Source("w"),), parameter="w")
 

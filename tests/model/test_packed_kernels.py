@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.model.box import full_box
-from ckpt_tools.model.kernels import Dequantize, Form, Kernel, Reshaped, reshaped
+from ckpt_tools.model.dtypes import Form
+from ckpt_tools.model.kernels import Dequantize, Kernel, Reshaped, reshaped
 from ckpt_tools.model.packed_kernels import DecodeMxfp4, UnpackInt4
 from tests.model.test_kernels import by_tiles
 from tests.strategies import shapes, tilings

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.casts import Array
-from ckpt_tools.model.kernels import Dequantize, Form, Kernel
+from ckpt_tools.model.dtypes import Form
+from ckpt_tools.model.kernels import Dequantize, Kernel
 from ckpt_tools.model.quantize_kernels import BlockScales, QuantizeBlocks, e4m3_codes
 from tests.model.test_kernels import by_tiles
 from tests.strategies import shapes, tilings

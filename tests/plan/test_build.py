@@ -20,9 +20,9 @@ from ckpt_tools.formats.archive import ALIGNMENT
 from ckpt_tools.formats.frames import tensor_frame
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog, Chunk, Item, TensorEntry
-from ckpt_tools.model.target import InlineTensor, Source, Target, TargetObject, TargetTensor
+from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTensor
 from ckpt_tools.model.transfers import OutputBlob, OutputItem, Plan, Transfer, item_rows, plan_summary
-from ckpt_tools.model.views import Narrow, Place, Select
+from ckpt_tools.model.views import Narrow, Place, Select, Source
 from ckpt_tools.plan.assign import worker_share
 from ckpt_tools.plan.build import Placement, build_plan, file_rank
 from tests.conftest import REPO

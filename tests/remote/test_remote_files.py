@@ -24,7 +24,8 @@ from ckpt_tools.errors import CorruptCheckpointError, StorageError, UnsupportedC
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.formats import store as store_module
 from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.files import LocalFiles, open_files
+from ckpt_tools.formats.files import LocalFiles
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.formats.read_ahead import REQUEST_BYTES
 from ckpt_tools.formats.remote import RemoteFiles
 from ckpt_tools.formats.store import Retry

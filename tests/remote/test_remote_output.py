@@ -22,7 +22,7 @@ from ckpt_tools.execute.run import Output, WriteReport, write_checkpoint
 from ckpt_tools.execute.uploads import share_of_files
 from ckpt_tools.execute.write_job import METADATA
 from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.files import open_files
+from ckpt_tools.formats.open_files import open_files
 from tests.execute.conftest import Case, make_case
 
 WORLD = 3

@@ -14,7 +14,8 @@ from ckpt_tools.errors import StorageError, UnsupportedCheckpointError
 from ckpt_tools.execute import uploads
 from ckpt_tools.execute.run import Output, write_checkpoint
 from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.files import LocalFiles, open_files
+from ckpt_tools.formats.files import LocalFiles
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.formats.remote import RemoteFiles
 from ckpt_tools.formats.store import Retry
 from tests.conftest import fixture_dir

@@ -14,7 +14,8 @@ from ckpt_tools.formats.dcp import read_catalog
 from ckpt_tools.formats.files import LocalFiles
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.casts import Array, float32_to_bfloat16
-from ckpt_tools.model.target import Source, TargetTensor
+from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.views import Source
 from ckpt_tools.verify import differences
 from ckpt_tools.verify.compare import Tolerance
 from ckpt_tools.verify.differences import DiffOptions

@@ -46,7 +46,7 @@ from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.choices import LayerSpec
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER, WEIGHT
-from ckpt_tools.model.target import Source
+from ckpt_tools.model.views import Source
 
 Rounds: TypeAlias = Callable[[Catalog, str, str], bool]
 """Whether all of the master with the second key rounds to the weight with the first."""

@@ -26,6 +26,7 @@ from ckpt_tools.megatron.fsdp_dtensor.common_part import (
 )
 from ckpt_tools.megatron.fsdp_dtensor.kept import optimizer_name, told_kinds
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter
+from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.fsdp_dtensor.tensors import (
     backfill_groups,
     live_value,
@@ -34,7 +35,6 @@ from ckpt_tools.megatron.fsdp_dtensor.tensors import (
 )
 from ckpt_tools.megatron.fsdp_dtensor.write import (
     FsdpTarget,
-    TargetOptions,
     check_options,
     choose_dialect,
     choose_memberships,

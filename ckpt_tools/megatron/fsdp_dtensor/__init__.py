@@ -1,5 +1,6 @@
 """`fsdp_dtensor`: from a `Model` to its keys, and back.
 
+* `options`: what a user may decide about an `fsdp_dtensor` output
 * `write`: from a `Model` to what the checkpoint must contain: all decisions
 * `common_part`: what it has beside weights and optimizer states
 * `live`: parameters of the running model as concatenations of stored ones

@@ -17,7 +17,7 @@ from ckpt_tools.model.model import Model
 from ckpt_tools.model.target import InlineTensor, TargetObject, TargetTensor
 
 if TYPE_CHECKING:
-    from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+    from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 
 
 @dataclass(frozen=True, slots=True)

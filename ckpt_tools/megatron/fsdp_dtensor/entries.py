@@ -42,8 +42,7 @@ from ckpt_tools.megatron.stored_values import checked_field, fields_at, rng_at
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import Catalog, Item, TensorEntry
 from ckpt_tools.model.roles import MASTER, WEIGHT
-from ckpt_tools.model.target import Source
-from ckpt_tools.model.views import Place
+from ckpt_tools.model.views import Place, Source
 
 # What native checkpoints do not hold and no loader asks for.
 _DROPPED = (

@@ -15,16 +15,15 @@ from typing import Any
 from ckpt_tools.errors import MappingError, UsageError
 from ckpt_tools.formats.unpickle import StandIn
 from ckpt_tools.megatron.common_state import CommonState
-from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.keys import BUFFERS
 from ckpt_tools.megatron.param_groups import Group
-from ckpt_tools.model.catalog import TensorEntry
+from ckpt_tools.model.catalog import Made, TensorEntry, Value, made_entry
 from ckpt_tools.model.dtypes import CASTABLE
-from ckpt_tools.model.expressions import Made, Value, made_entry
 from ckpt_tools.model.kernels import Zeros
 from ckpt_tools.model.model import Model, Parameter
 from ckpt_tools.model.roles import MASTER, WEIGHT
-from ckpt_tools.model.target import Source
+from ckpt_tools.model.views import Source
 
 LAYOUT = "fresh"  # as a model's optimizer layout
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -14,9 +14,9 @@ from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, stored_name
 from ckpt_tools.megatron.settings import read_settings, training_dtype
 from ckpt_tools.megatron.stored_values import optimizer_groups
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states
+from ckpt_tools.model.catalog import Value
 from ckpt_tools.model.choices import LayerSpec
 from ckpt_tools.model.dtypes import CASTABLE
-from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.model import Model, Parameter
 from ckpt_tools.model.roles import MASTER, WEIGHT
 

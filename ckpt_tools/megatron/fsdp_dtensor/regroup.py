@@ -15,8 +15,8 @@ from ckpt_tools.megatron.fsdp_dtensor.stored import StoredParameter, packed_proj
 from ckpt_tools.megatron.keys import STEP, parameter_of, rng_key, role_of
 from ckpt_tools.megatron.record import Size
 from ckpt_tools.model.catalog import Catalog, Item
-from ckpt_tools.model.target import Source, Target, TargetObject, TargetTensor
-from ckpt_tools.model.views import Narrow, Place
+from ckpt_tools.model.target import Target, TargetObject, TargetTensor
+from ckpt_tools.model.views import Narrow, Place, Source
 
 Path = tuple[str | int, ...]
 

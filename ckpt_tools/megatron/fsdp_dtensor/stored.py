@@ -22,8 +22,7 @@ from ckpt_tools.megatron.names import (
     fuse_local_norm,
     stored_name,
 )
-from ckpt_tools.model.target import Source
-from ckpt_tools.model.views import Narrow, Place
+from ckpt_tools.model.views import Narrow, Place, Source
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -31,14 +31,14 @@ from ckpt_tools.megatron.keys import (
     state_role,
 )
 from ckpt_tools.megatron.param_groups import Group, Membership
+from ckpt_tools.model.catalog import Value
 from ckpt_tools.model.deferred import Deferred, Run
 from ckpt_tools.model.dtypes import CASTABLE
-from ckpt_tools.model.expressions import Value
 from ckpt_tools.model.many import many
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER, WEIGHT
-from ckpt_tools.model.target import InlineTensor, Source, TargetObject, TargetTensor
-from ckpt_tools.model.views import Narrow, Place, View
+from ckpt_tools.model.target import InlineTensor, TargetObject, TargetTensor
+from ckpt_tools.model.views import Narrow, Place, Source, View
 
 TORCH_ADAM_FIELDS = frozenset({"amsgrad", "foreach", "maximize", "capturable"})
 Item = TypeVar("Item", InlineTensor, TargetObject)

@@ -15,6 +15,7 @@ from ckpt_tools.megatron.fsdp_dtensor.common_part import (
 from ckpt_tools.megatron.fsdp_dtensor.gating import GatingChoice, mark_gated
 from ckpt_tools.megatron.fsdp_dtensor.kept import extra_states, other_states
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, live_parameters
+from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.fsdp_dtensor.tensors import (
     Prefixes,
     backfill_groups,
@@ -27,7 +28,7 @@ from ckpt_tools.megatron.fsdp_dtensor.tensors import (
     step_tensors,
 )
 from ckpt_tools.megatron.hybrid import is_hybrid
-from ckpt_tools.megatron.keys import EXPERTS, MODEL_PREFIX
+from ckpt_tools.megatron.keys import EXPERTS
 from ckpt_tools.megatron.names import (
     BRIDGE,
     MTP_LIVE,
@@ -42,41 +43,11 @@ from ckpt_tools.megatron.torch_dist.other_optimizers import mixes_lion_and_adam
 from ckpt_tools.megatron.torch_dist.slices import layer_counts
 from ckpt_tools.megatron.vocab import VocabChange, Vocabulary, resize_vocab, told_tokens, vocabulary
 from ckpt_tools.model.catalog import Item
-from ckpt_tools.model.choices import DialectName, ExpertModules, LayerSpec
 from ckpt_tools.model.deferred import Deferred
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.model import Model, unread_note
 from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import Target, TargetObject
-
-
-@dataclass(frozen=True, slots=True)
-class TargetOptions:
-    """What a user may decide about the target; None leaves the decision to the checkpoint."""
-
-    dialect: DialectName | None = None
-    layer_spec: LayerSpec | None = None
-    experts: ExpertModules | None = None
-    swiglu: bool | None = None
-    swiglu_modules: tuple[str, ...] = ()
-    rename_mtp: bool = False
-    vocab_size_padded: int | None = None  # rows of the vocabulary tensors in the target
-    vocab_size: int | None = None  # real tokens; the rest is padding
-    tp: int | None = None  # tensor-parallel size of the job that will load the result
-    weights_only: bool = False
-    keep_states: bool = False  # of optimizers Megatron-FSDP does not have, under keys that nobody asks for
-    dtype: str | None = None  # of the weights, with weights_only
-    group_map: Mapping[str, int] | None = None
-    strict_map: bool = False
-    model_prefix: str = MODEL_PREFIX
-    state_prefix: str | None = None
-    fresh_optimizer: bool | None = None  # with weights_only: an optimizer that has not begun
-    lr: float | None = None  # of the fresh optimizer, as all below
-    min_lr: float | None = None
-    weight_decay: float | None = None
-    adam_beta1: float | None = None
-    adam_beta2: float | None = None
-    adam_eps: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

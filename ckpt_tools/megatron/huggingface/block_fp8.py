@@ -15,12 +15,12 @@ from typing import Any
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.huggingface.quantized import SETTINGS
 from ckpt_tools.megatron.huggingface.rules import Family
-from ckpt_tools.model.catalog import Catalog, TensorEntry
+from ckpt_tools.model.catalog import Catalog, Made, TensorEntry, Value, made_entry
 from ckpt_tools.model.dtypes import CASTABLE
-from ckpt_tools.model.expressions import Made, Value, made_entry
 from ckpt_tools.model.kernels import Kernel
 from ckpt_tools.model.quantize_kernels import BlockScales, QuantizeBlocks
-from ckpt_tools.model.target import InlineTensor, Source, TargetTensor
+from ckpt_tools.model.target import InlineTensor, TargetTensor
+from ckpt_tools.model.views import Source
 
 BLOCK = (128, 128)
 UE8M0 = "ue8m0"

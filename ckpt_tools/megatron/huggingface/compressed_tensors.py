@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError
 from ckpt_tools.model.catalog import TensorEntry
-from ckpt_tools.model.kernels import Dequantize, Form, Kernel
+from ckpt_tools.model.dtypes import Form
+from ckpt_tools.model.kernels import Dequantize, Kernel
 from ckpt_tools.model.packed_kernels import UnpackInt4
 
 FP8, INT4 = "FP8 (compressed-tensors)", "INT4 (compressed-tensors, pack-quantized)"

@@ -23,12 +23,10 @@ from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_pro
 from ckpt_tools.megatron.adapters import is_finite_number
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.peft_places import ADAPTER_CONFIG, PLACE_FIELDS, Places, read_places
-from ckpt_tools.model.catalog import Catalog, TensorEntry
+from ckpt_tools.model.catalog import Catalog, Made, TensorEntry, Value, made_entry
 from ckpt_tools.model.dtypes import CASTABLE
-from ckpt_tools.model.expressions import Made, Value, made_entry
 from ckpt_tools.model.low_rank import AddLowRank
-from ckpt_tools.model.target import Source
-from ckpt_tools.model.views import Permute, View
+from ckpt_tools.model.views import Permute, Source, View
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."

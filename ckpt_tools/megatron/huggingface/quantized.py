@@ -27,12 +27,11 @@ from ckpt_tools.formats.files import Files
 from ckpt_tools.megatron.huggingface.checks import Spec
 from ckpt_tools.megatron.huggingface.compressed_tensors import FP8, INT4, schemes_of
 from ckpt_tools.megatron.huggingface.module_patterns import Patterns, modules_left_alone, targets_ignored
-from ckpt_tools.model.catalog import Catalog, TensorEntry
+from ckpt_tools.model.catalog import Catalog, Made, TensorEntry, Value, made_entry
 from ckpt_tools.model.dtypes import CASTABLE, FLOATING, itemsize
-from ckpt_tools.model.expressions import Made, Value, made_entry
 from ckpt_tools.model.kernels import MINIFLOATS, Dequantize, Kernel
 from ckpt_tools.model.packed_kernels import DecodeMxfp4
-from ckpt_tools.model.target import Source
+from ckpt_tools.model.views import Source
 
 SETTINGS = "quantization_config"
 STORED = " as stored"  # the key of codes that have the name of the weight they stand for

@@ -57,8 +57,8 @@ from ckpt_tools.megatron.huggingface.model_tensors import (
 from ckpt_tools.megatron.huggingface.read_args import read_model_args, with_own_settings
 from ckpt_tools.megatron.huggingface.rules import Family, Pair, expand
 from ckpt_tools.megatron.huggingface.written_args import megatron_args
-from ckpt_tools.model.target import Source, TargetTensor
-from ckpt_tools.model.views import Shape
+from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.views import Shape, Source
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,11 +27,10 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimiz
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates, selected
 from ckpt_tools.megatron.torch_dist.other_optimizers import is_adams, optimizer_entry
 from ckpt_tools.megatron.torch_dist.slices import Slice, SortedKeys, sort_keys
-from ckpt_tools.model.catalog import Catalog, Item
-from ckpt_tools.model.expressions import Value
+from ckpt_tools.model.catalog import Catalog, Item, Value
 from ckpt_tools.model.model import Model, Parameter
 from ckpt_tools.model.roles import WEIGHT
-from ckpt_tools.model.target import Source
+from ckpt_tools.model.views import Source
 
 # Objects that Megatron-FSDP neither reads nor writes, and why they can be left out.
 DROPPED_OBJECTS = (

@@ -15,10 +15,9 @@ from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.keys import HALVES, is_of_transformers, layer_of, split_half, stacked_layers
 from ckpt_tools.megatron.torch_dist.slices import missing_layers
-from ckpt_tools.model.expressions import Value
+from ckpt_tools.model.catalog import Value
 from ckpt_tools.model.model import Parameter
-from ckpt_tools.model.target import Source
-from ckpt_tools.model.views import Insert, Place, View
+from ckpt_tools.model.views import Insert, Place, Source, View
 
 # Settings under which a transformer block names its layers one by one.
 _FREQUENCIES = ("moe_layer_freq", "linear_attention_freq")

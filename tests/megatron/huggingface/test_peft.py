@@ -15,7 +15,8 @@ from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_file as load_torch
 
 from ckpt_tools.commands.conversion_report import ConversionReport
-from ckpt_tools.commands.export_hf import ExportOptions, export_hf
+from ckpt_tools.commands.export_hf import export_hf
+from ckpt_tools.commands.export_options import ExportOptions
 from ckpt_tools.commands.import_hf import ImportOptions, import_hf
 from ckpt_tools.errors import (
     CkptError,
@@ -24,7 +25,7 @@ from ckpt_tools.errors import (
     UnsupportedCheckpointError,
     UsageError,
 )
-from ckpt_tools.megatron.fsdp_dtensor.write import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.huggingface import peft_targets
 from ckpt_tools.megatron.huggingface.peft import read_peft_settings
 from ckpt_tools.megatron.huggingface.rules import SMALLEST

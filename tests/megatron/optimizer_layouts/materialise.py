@@ -13,8 +13,7 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerSta
 from ckpt_tools.megatron.torch_dist.slices import Slice
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.dtypes import itemsize
-from ckpt_tools.model.target import Source
-from ckpt_tools.model.views import Select, chunk_piece, push_piece, view_shape
+from ckpt_tools.model.views import Select, Source, chunk_piece, push_piece, view_shape
 
 Bits = npt.NDArray[np.unsignedinteger]
 

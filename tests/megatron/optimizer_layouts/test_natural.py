@@ -10,8 +10,7 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import model_space
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import Catalog, Chunk, Item, TensorEntry
-from ckpt_tools.model.target import Source
-from ckpt_tools.model.views import Select
+from ckpt_tools.model.views import Select, Source
 
 from .synthetic import MemoryFiles
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.files import Files, open_files
+from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.megatron.common_state import read_common_state
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates

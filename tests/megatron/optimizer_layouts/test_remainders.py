@@ -11,7 +11,7 @@ import pytest
 from ckpt_tools.errors import MappingError, VerificationError
 from ckpt_tools.execute.read_box import read_box
 from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.files import open_files
+from ckpt_tools.formats.open_files import open_files
 from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates

@@ -16,7 +16,7 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.nd_flattened import expert
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates, StateTensor
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.roles import MASTER
-from ckpt_tools.model.target import Source
+from ckpt_tools.model.views import Source
 
 _STATE_DTYPES = frozenset({"float32", "bfloat16", "float16", "float64"})
 

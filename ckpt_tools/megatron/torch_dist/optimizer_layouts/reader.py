@@ -32,8 +32,7 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerSta
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import Catalog, Chunk, Item, TensorEntry
 from ckpt_tools.model.roles import MASTER
-from ckpt_tools.model.target import Source
-from ckpt_tools.model.views import Place, Unflatten, View
+from ckpt_tools.model.views import Place, Source, Unflatten, View
 
 _BUCKET_LAYOUTS = ("dp_reshardable", "fully_sharded_bucket_space", "dp_zero_gather_scatter")
 

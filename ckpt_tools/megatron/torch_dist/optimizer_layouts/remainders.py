@@ -19,12 +19,10 @@ from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_content import SAMPLE, Reader, round_bits
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates, StateTensor
 from ckpt_tools.model.box import Box, row_major_strides
-from ckpt_tools.model.catalog import Catalog, Chunk, TensorEntry
-from ckpt_tools.model.expressions import Made, Value, made_entry
+from ckpt_tools.model.catalog import Catalog, Chunk, Made, TensorEntry, Value, made_entry
 from ckpt_tools.model.kernels import JoinRemainder
 from ckpt_tools.model.roles import MASTER
-from ckpt_tools.model.target import Source
-from ckpt_tools.model.views import Select
+from ckpt_tools.model.views import Select, Source
 
 if TYPE_CHECKING:
     from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_content import Bits

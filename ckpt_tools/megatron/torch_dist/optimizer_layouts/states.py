@@ -9,8 +9,7 @@ from functools import lru_cache
 from ckpt_tools.errors import MappingError
 from ckpt_tools.model.catalog import TensorEntry
 from ckpt_tools.model.many import many
-from ckpt_tools.model.target import Source
-from ckpt_tools.model.views import Select, View
+from ckpt_tools.model.views import Select, Source, View
 
 
 @lru_cache(maxsize=64)
