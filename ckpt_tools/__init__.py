@@ -34,93 +34,93 @@ __version__ = "0.2.0"
 # the command line nor a caller pays for what it does not use.
 _PUBLIC = {
     "CkptError": "errors",
-    "open": "commands.checkpoint",
-    "inspect_checkpoint": "commands.inspect",
-    "build_group_map": "commands.group_map",
-    "ConvertOptions": "commands.convert_options",
-    "convert_to_fsdp_dtensor": "commands.to_fsdp_dtensor",
+    "open": "commands.look.checkpoint",
+    "inspect_checkpoint": "commands.look.inspect",
+    "build_group_map": "commands.convert.group_map",
+    "ConvertOptions": "commands.convert.options",
+    "convert_to_fsdp_dtensor": "commands.convert.to_fsdp_dtensor",
     "TargetOptions": "megatron.fsdp_dtensor.options",
-    "plan_checkpoint": "commands.plan",
-    "load_dtensors": "commands.load_dtensors",
-    "StorageReader": "commands.storage_reader",
-    "Layout": "commands.placements",
+    "plan_checkpoint": "commands.convert.plan",
+    "load_dtensors": "commands.look.load_dtensors",
+    "StorageReader": "commands.look.storage_reader",
+    "Layout": "commands.job.placements",
     "Topology": "sharding.topology",
-    "ToTorchDistOptions": "commands.to_torch_dist",
-    "convert_to_torch_dist": "commands.to_torch_dist",
-    "convert_to_dcp": "commands.to_dcp",
-    "ExportOptions": "commands.export_options",
-    "export_hf": "commands.export_hf",
-    "ImportOptions": "commands.import_hf",
-    "import_hf": "commands.import_hf",
-    "VerifyOptions": "commands.verify",
-    "verify_checkpoint": "commands.verify",
-    "Tolerance": "verify.compare",
-    "DiffOptions": "verify.differences",
-    "diff_checkpoints": "commands.diff",
-    "preflight": "commands.preflight",
-    "EditOptions": "commands.rewrite",
-    "modify_state_dict": "commands.modify",
-    "slice_layers": "commands.slice",
-    "AverageOptions": "commands.average",
-    "average_checkpoints": "commands.average",
-    "MergeOptions": "commands.merge_adapter",
-    "merge_adapter": "commands.merge_adapter",
-    "strip_checkpoint": "commands.strip",
-    "RepairOptions": "commands.repair",
-    "repair_checkpoint": "commands.repair",
-    "print_tensor": "commands.print_tensor",
-    "list_run": "commands.ls",
-    "CopyOptions": "commands.copy",
-    "copy_checkpoint": "commands.copy",
-    "StatsOptions": "commands.stats",
-    "checkpoint_statistics": "commands.stats",
-    "checkpoint_change": "commands.stats",
+    "ToTorchDistOptions": "commands.convert.to_torch_dist",
+    "convert_to_torch_dist": "commands.convert.to_torch_dist",
+    "convert_to_dcp": "commands.convert.to_dcp",
+    "ExportOptions": "commands.huggingface.export_options",
+    "export_hf": "commands.huggingface.export_hf",
+    "ImportOptions": "commands.huggingface.import_hf",
+    "import_hf": "commands.huggingface.import_hf",
+    "VerifyOptions": "commands.check.verify",
+    "verify_checkpoint": "commands.check.verify",
+    "Tolerance": "verify.compare.arrays",
+    "DiffOptions": "verify.compare.differences",
+    "diff_checkpoints": "commands.check.diff",
+    "preflight": "commands.check.preflight",
+    "EditOptions": "commands.job.rewrite",
+    "modify_state_dict": "commands.edit.modify",
+    "slice_layers": "commands.edit.slice",
+    "AverageOptions": "commands.edit.average",
+    "average_checkpoints": "commands.edit.average",
+    "MergeOptions": "commands.adapters.merge_adapter",
+    "merge_adapter": "commands.adapters.merge_adapter",
+    "strip_checkpoint": "commands.edit.strip",
+    "RepairOptions": "commands.edit.repair",
+    "repair_checkpoint": "commands.edit.repair",
+    "print_tensor": "commands.look.print_tensor",
+    "list_run": "commands.look.ls",
+    "CopyOptions": "commands.edit.copy",
+    "copy_checkpoint": "commands.edit.copy",
+    "StatsOptions": "commands.look.stats",
+    "checkpoint_statistics": "commands.look.stats",
+    "checkpoint_change": "commands.look.stats",
 }
 __all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604  keys of _PUBLIC are strings
 
 if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
-    from ckpt_tools.commands.average import AverageOptions as AverageOptions
-    from ckpt_tools.commands.average import average_checkpoints as average_checkpoints
-    from ckpt_tools.commands.checkpoint import open as open
-    from ckpt_tools.commands.convert_options import ConvertOptions as ConvertOptions
-    from ckpt_tools.commands.copy import CopyOptions as CopyOptions
-    from ckpt_tools.commands.copy import copy_checkpoint as copy_checkpoint
-    from ckpt_tools.commands.diff import diff_checkpoints as diff_checkpoints
-    from ckpt_tools.commands.export_hf import export_hf as export_hf
-    from ckpt_tools.commands.export_options import ExportOptions as ExportOptions
-    from ckpt_tools.commands.group_map import build_group_map as build_group_map
-    from ckpt_tools.commands.import_hf import ImportOptions as ImportOptions
-    from ckpt_tools.commands.import_hf import import_hf as import_hf
-    from ckpt_tools.commands.inspect import inspect_checkpoint as inspect_checkpoint
-    from ckpt_tools.commands.load_dtensors import load_dtensors as load_dtensors
-    from ckpt_tools.commands.ls import list_run as list_run
-    from ckpt_tools.commands.merge_adapter import MergeOptions as MergeOptions
-    from ckpt_tools.commands.merge_adapter import merge_adapter as merge_adapter
-    from ckpt_tools.commands.modify import modify_state_dict as modify_state_dict
-    from ckpt_tools.commands.placements import Layout as Layout
-    from ckpt_tools.commands.plan import plan_checkpoint as plan_checkpoint
-    from ckpt_tools.commands.preflight import preflight as preflight
-    from ckpt_tools.commands.print_tensor import print_tensor as print_tensor
-    from ckpt_tools.commands.repair import RepairOptions as RepairOptions
-    from ckpt_tools.commands.repair import repair_checkpoint as repair_checkpoint
-    from ckpt_tools.commands.rewrite import EditOptions as EditOptions
-    from ckpt_tools.commands.slice import slice_layers as slice_layers
-    from ckpt_tools.commands.stats import StatsOptions as StatsOptions
-    from ckpt_tools.commands.stats import checkpoint_change as checkpoint_change
-    from ckpt_tools.commands.stats import checkpoint_statistics as checkpoint_statistics
-    from ckpt_tools.commands.storage_reader import StorageReader as StorageReader
-    from ckpt_tools.commands.strip import strip_checkpoint as strip_checkpoint
-    from ckpt_tools.commands.to_dcp import convert_to_dcp as convert_to_dcp
-    from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor as convert_to_fsdp_dtensor
-    from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions as ToTorchDistOptions
-    from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist as convert_to_torch_dist
-    from ckpt_tools.commands.verify import VerifyOptions as VerifyOptions
-    from ckpt_tools.commands.verify import verify_checkpoint as verify_checkpoint
+    from ckpt_tools.commands.adapters.merge_adapter import MergeOptions as MergeOptions
+    from ckpt_tools.commands.adapters.merge_adapter import merge_adapter as merge_adapter
+    from ckpt_tools.commands.check.diff import diff_checkpoints as diff_checkpoints
+    from ckpt_tools.commands.check.preflight import preflight as preflight
+    from ckpt_tools.commands.check.verify import VerifyOptions as VerifyOptions
+    from ckpt_tools.commands.check.verify import verify_checkpoint as verify_checkpoint
+    from ckpt_tools.commands.convert.group_map import build_group_map as build_group_map
+    from ckpt_tools.commands.convert.options import ConvertOptions as ConvertOptions
+    from ckpt_tools.commands.convert.plan import plan_checkpoint as plan_checkpoint
+    from ckpt_tools.commands.convert.to_dcp import convert_to_dcp as convert_to_dcp
+    from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor as convert_to_fsdp_dtensor
+    from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions as ToTorchDistOptions
+    from ckpt_tools.commands.convert.to_torch_dist import convert_to_torch_dist as convert_to_torch_dist
+    from ckpt_tools.commands.edit.average import AverageOptions as AverageOptions
+    from ckpt_tools.commands.edit.average import average_checkpoints as average_checkpoints
+    from ckpt_tools.commands.edit.copy import CopyOptions as CopyOptions
+    from ckpt_tools.commands.edit.copy import copy_checkpoint as copy_checkpoint
+    from ckpt_tools.commands.edit.modify import modify_state_dict as modify_state_dict
+    from ckpt_tools.commands.edit.repair import RepairOptions as RepairOptions
+    from ckpt_tools.commands.edit.repair import repair_checkpoint as repair_checkpoint
+    from ckpt_tools.commands.edit.slice import slice_layers as slice_layers
+    from ckpt_tools.commands.edit.strip import strip_checkpoint as strip_checkpoint
+    from ckpt_tools.commands.huggingface.export_hf import export_hf as export_hf
+    from ckpt_tools.commands.huggingface.export_options import ExportOptions as ExportOptions
+    from ckpt_tools.commands.huggingface.import_hf import ImportOptions as ImportOptions
+    from ckpt_tools.commands.huggingface.import_hf import import_hf as import_hf
+    from ckpt_tools.commands.job.placements import Layout as Layout
+    from ckpt_tools.commands.job.rewrite import EditOptions as EditOptions
+    from ckpt_tools.commands.look.checkpoint import open as open
+    from ckpt_tools.commands.look.inspect import inspect_checkpoint as inspect_checkpoint
+    from ckpt_tools.commands.look.load_dtensors import load_dtensors as load_dtensors
+    from ckpt_tools.commands.look.ls import list_run as list_run
+    from ckpt_tools.commands.look.print_tensor import print_tensor as print_tensor
+    from ckpt_tools.commands.look.stats import StatsOptions as StatsOptions
+    from ckpt_tools.commands.look.stats import checkpoint_change as checkpoint_change
+    from ckpt_tools.commands.look.stats import checkpoint_statistics as checkpoint_statistics
+    from ckpt_tools.commands.look.storage_reader import StorageReader as StorageReader
     from ckpt_tools.errors import CkptError as CkptError
     from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions as TargetOptions
     from ckpt_tools.sharding.topology import Topology as Topology
-    from ckpt_tools.verify.compare import Tolerance as Tolerance
-    from ckpt_tools.verify.differences import DiffOptions as DiffOptions
+    from ckpt_tools.verify.compare.arrays import Tolerance as Tolerance
+    from ckpt_tools.verify.compare.differences import DiffOptions as DiffOptions
 
 
 def __getattr__(name: str) -> Any:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.files import LocalFiles
-from ckpt_tools.formats.frames import framed_tensor
+from ckpt_tools.formats.dcp.metadata_read import read_catalog
+from ckpt_tools.formats.storage.files import LocalFiles
+from ckpt_tools.formats.torch_archive.tensor_template import framed_tensor
 from tests.commands import oracle
 from tests.damage import copy_of
 

@@ -7,7 +7,7 @@ import shutil
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckpt_tools.formats.frames import framed_tensor
+from ckpt_tools.formats.torch_archive.tensor_template import framed_tensor
 from tests.conftest import fixture_dir
 
 ITERATION = "iter_0000002"
@@ -69,9 +69,9 @@ def replace_chunk(root, key, offset, dtype, payload):
 
 def payload_of(root, key, offset):
     """(path, byte offset, bytes) of the payload of a chunk."""
-    from ckpt_tools.formats.container import find_tensor
-    from ckpt_tools.formats.dcp import read_catalog
-    from ckpt_tools.formats.files import LocalFiles
+    from ckpt_tools.formats.dcp.metadata_read import read_catalog
+    from ckpt_tools.formats.storage.files import LocalFiles
+    from ckpt_tools.formats.torch_archive.item_reader import find_tensor
 
     files = LocalFiles(str(root / ITERATION))
     chunk = next(c for c in read_catalog(files).tensors[key].chunks if c.box.start == offset)

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt_tools.formats.dcp_metadata import metadata_bytes
-from ckpt_tools.formats.frames import framed_tensor
-from ckpt_tools.formats.pickling import dump_archive
+from ckpt_tools.formats.dcp.metadata_write import metadata_bytes
+from ckpt_tools.formats.torch_archive.object_writer import dump_archive
+from ckpt_tools.formats.torch_archive.tensor_template import framed_tensor
 from ckpt_tools.model.box import Box, full_box
-from ckpt_tools.model.casts import Array, cast, raw_dtype
+from ckpt_tools.model.kernels.casts import Array, cast, raw_dtype
 from ckpt_tools.model.transfers import OutputBlob, OutputItem, Plan, TensorInfo
 from tests.strategies import Shape
 

@@ -13,9 +13,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckpt_tools.formats.archive import ALIGNMENT
-from ckpt_tools.formats.dcp_metadata import metadata_bytes
-from ckpt_tools.formats.frames import tensor_frame
+from ckpt_tools.formats.dcp.metadata_write import metadata_bytes
+from ckpt_tools.formats.torch_archive.tensor_template import tensor_frame
+from ckpt_tools.formats.torch_archive.zip_archive import ALIGNMENT
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.transfers import OutputItem, Plan, TensorInfo

@@ -12,7 +12,7 @@ from ckpt_tools import redaction
 from ckpt_tools.cli.app import run
 from ckpt_tools.credentials import hidden, revealed
 from ckpt_tools.errors import CkptError, StorageError, UsageError
-from ckpt_tools.formats.open_files import open_files
+from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.redaction import redacted
 
 SECRET = "Tr0ub4dor"
@@ -119,7 +119,7 @@ def test_innocent_texts_stay() -> None:
 
 
 def test_a_crash_shows_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from ckpt_tools.formats import store
+    from ckpt_tools.formats.storage import object_store as store
 
     def crash(*_args: object) -> None:
         raise RuntimeError(f"https://u:{SECRET}@host")

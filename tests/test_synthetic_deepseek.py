@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
-from ckpt_tools.commands.placements import Layout
-from ckpt_tools.commands.plan import plan_checkpoint
+from ckpt_tools.commands.convert.plan import plan_checkpoint
+from ckpt_tools.commands.job.placements import Layout
 from ckpt_tools.megatron.fsdp_dtensor import tensors
 from ckpt_tools.megatron.fsdp_dtensor.tensors import state_tensors
 from ckpt_tools.plan.build import file_rank

@@ -136,6 +136,6 @@ def test_torch_is_imported_only_behind_the_question() -> None:
         for line in path.read_text().splitlines()
         if line.lstrip().startswith(("import torch", "from torch"))
     }
-    assert importers >= {"torch_extra.py", "execute/ranks.py", "commands/load_dtensors.py"}
+    assert importers >= {"torch_extra.py", "execute/processes/ranks.py", "commands/look/load_dtensors.py"}
     for name in importers:
         assert "require_torch(" in (REPO / "ckpt_tools" / name).read_text(), name

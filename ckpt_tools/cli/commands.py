@@ -67,7 +67,7 @@ class Commands(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         module = MODULES[name]
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
-        import_module(f"ckpt_tools.cli.{module}").register(app)
+        import_module(f"ckpt_tools.cli.verbs.{module}").register(app)
         app.registered_commands = [command for command in app.registered_commands if command.name == name]
         return typer.main.get_command(app)
 
@@ -108,7 +108,7 @@ class Group(TyperGroup):
         if meant is not None:
             ctx.fail(f"No such command '{args[0]}'. Try '{ctx.command_path} {meant}'.")
         found = super().resolve_command(ctx, args)
-        from ckpt_tools.cli.progress import name_work
+        from ckpt_tools.cli.render.progress import name_work
 
         name_work(found[0] or "")
         return found

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import typer
 
-from ckpt_tools.cli import render
-from ckpt_tools.cli.given_values import iteration_number
-from ckpt_tools.cli.signature import Given, fill
+from ckpt_tools.cli.options.given_values import iteration_number
+from ckpt_tools.cli.options.signature import Given, fill
+from ckpt_tools.cli.render import render
 
 if TYPE_CHECKING:
-    from ckpt_tools.commands.conversion import Progress
-    from ckpt_tools.commands.iterations import Outcome
-    from ckpt_tools.commands.rewrite import Edited, EditOptions
+    from ckpt_tools.commands.job.conversion import Progress
+    from ckpt_tools.commands.job.iterations import Outcome
+    from ckpt_tools.commands.job.rewrite import Edited, EditOptions
 
     AnyEdited = TypeVar("AnyEdited", bound=Edited)
     Edit: TypeAlias = Callable[[EditOptions, Progress], AnyEdited]
@@ -37,9 +37,9 @@ def edit(
         typer.Exit: of all iterations, with the worst exit code.
         Otherwise what `run` raises on one.
     """
-    from ckpt_tools.cli.progress import progress_bar
-    from ckpt_tools.commands.iterations import convert_iterations
-    from ckpt_tools.commands.rewrite import EditOptions
+    from ckpt_tools.cli.render.progress import progress_bar
+    from ckpt_tools.commands.job.iterations import convert_iterations
+    from ckpt_tools.commands.job.rewrite import EditOptions
 
     options = fill(EditOptions, given, iteration=None)
     with progress_bar(given["quiet"]) as progress:
@@ -74,9 +74,9 @@ def finish_all(
     Raises:
         typer.Exit: with the worst exit code of all.
     """
-    from ckpt_tools.cli.progress import is_first_rank
-    from ckpt_tools.cli.reports import say_unfinished
-    from ckpt_tools.commands import iterations
+    from ckpt_tools.cli.render.progress import is_first_rank
+    from ckpt_tools.cli.render.reports import say_unfinished
+    from ckpt_tools.commands.job import iterations
 
     if is_first_rank():
         whole = iterations.as_json(outcomes, data, schema_version)

@@ -9,14 +9,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UsageError
-from ckpt_tools.execute.fileio import storage_errors
-from ckpt_tools.execute.finished import has_files, lengths
-from ckpt_tools.execute.folders import Folder
-from ckpt_tools.execute.journal import Journal, fingerprint
-from ckpt_tools.execute.local_output import folders_of
-from ckpt_tools.execute.ranks import Ranks
-from ckpt_tools.execute.source_reader import has_stores
-from ckpt_tools.execute.vacant import (
+from ckpt_tools.execute.move.source_reader import has_stores
+from ckpt_tools.execute.output.fileio import storage_errors
+from ckpt_tools.execute.output.finished import has_files, lengths
+from ckpt_tools.execute.output.folders import Folder
+from ckpt_tools.execute.output.journal import Journal, fingerprint
+from ckpt_tools.execute.output.local_output import folders_of
+from ckpt_tools.execute.output.vacant import (
     DATA,
     JOURNAL,
     LOCK,
@@ -30,8 +29,9 @@ from ckpt_tools.execute.vacant import (
     partial_of,
     stopped,
 )
+from ckpt_tools.execute.processes.ranks import Ranks
 from ckpt_tools.execute.write_job import Output, WriteOptions
-from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.model.transfers import Plan, stored_parts
 from ckpt_tools.plan.holes import hole_bytes, holes
 
@@ -187,9 +187,9 @@ def _check_direct(folder: Path) -> None:
 
 
 def _look_remotely(plan: Plan, output: Output, options: WriteOptions) -> None:
-    from ckpt_tools.execute.marker import MARKER
-    from ckpt_tools.execute.remote_output import look_at_old, open_store, refuse_present
-    from ckpt_tools.formats.store import no_bucket
+    from ckpt_tools.execute.output.marker import MARKER
+    from ckpt_tools.execute.output.remote_output import look_at_old, open_store, refuse_present
+    from ckpt_tools.formats.storage.object_store import no_bucket
 
     store = open_store(output, options)
     present = store.sizes()

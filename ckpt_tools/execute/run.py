@@ -34,14 +34,14 @@ from dataclasses import asdict, replace
 from typing import Any, Final, TypedDict
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.execute.finished import is_written
-from ckpt_tools.execute.journal import check_as_opened, check_unchanged, fingerprint
-from ckpt_tools.execute.local_output import LocalOutput
-from ckpt_tools.execute.proof import SourceProof
-from ckpt_tools.execute.prove import ProofReport, prove_rest
-from ckpt_tools.execute.ranks import Ranks
-from ckpt_tools.execute.signals import StopSignals
-from ckpt_tools.execute.source_reader import SourceReader, forget
+from ckpt_tools.execute.move.source_reader import SourceReader, forget
+from ckpt_tools.execute.output.finished import is_written
+from ckpt_tools.execute.output.journal import check_as_opened, check_unchanged, fingerprint
+from ckpt_tools.execute.output.local_output import LocalOutput
+from ckpt_tools.execute.processes.ranks import Ranks
+from ckpt_tools.execute.processes.signals import StopSignals
+from ckpt_tools.execute.proof.payload_sums import SourceProof
+from ckpt_tools.execute.proof.prove_source import ProofReport, prove_rest
 from ckpt_tools.execute.write_job import (
     Found,
     JobOutput,
@@ -52,9 +52,9 @@ from ckpt_tools.execute.write_job import (
     WriteOptions,
     WriteReport,
 )
-from ckpt_tools.formats.dcp_metadata import metadata_bytes
-from ckpt_tools.formats.files import Files
-from ckpt_tools.formats.multipart import Part
+from ckpt_tools.formats.dcp.metadata_write import metadata_bytes
+from ckpt_tools.formats.storage.files import Files
+from ckpt_tools.formats.storage.multipart import Part
 from ckpt_tools.model.transfers import Plan
 
 __all__ = ["Output", "WriteOptions", "WriteReport", "write_checkpoint"]
@@ -100,7 +100,7 @@ def write_checkpoint(
 def _output_of(job: WriteJob) -> JobOutput:
     if not isinstance(job.output.directory, str):
         return LocalOutput(job)
-    from ckpt_tools.execute.remote_output import RemoteOutput  # fsspec is not needed for local outputs
+    from ckpt_tools.execute.output.remote_output import RemoteOutput  # fsspec is not needed for local outputs
 
     return RemoteOutput(job)
 

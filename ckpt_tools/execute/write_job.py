@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
-from ckpt_tools.execute.buffers import MIN_TILE_BYTES, TILES, ThreadMemory, thread_memory
+from ckpt_tools.execute.move.buffers import MIN_TILE_BYTES, TILES, ThreadMemory, thread_memory
 from ckpt_tools.model.choices import SourceCheck
 
 if TYPE_CHECKING:  # who only reads takes `WriteOptions` from here
-    from ckpt_tools.execute.ranks import Ranks
-    from ckpt_tools.execute.source_reader import SourceReader
-    from ckpt_tools.execute.stream import Counters
-    from ckpt_tools.formats.files import Files
-    from ckpt_tools.formats.multipart import Part
+    from ckpt_tools.execute.move.source_reader import SourceReader
+    from ckpt_tools.execute.move.stream import Counters
+    from ckpt_tools.execute.processes.ranks import Ranks
+    from ckpt_tools.formats.storage.files import Files
+    from ckpt_tools.formats.storage.multipart import Part
     from ckpt_tools.model.transfers import OutputItem, Plan
 
 Found: TypeAlias = Literal["nothing", "unfinished", "published", "finished"]
@@ -129,7 +129,7 @@ class WriteJob:
     @property
     def thread_memory(self) -> ThreadMemory:
         """As `WriteOptions.thread_memory`."""
-        from ckpt_tools.execute.source_reader import has_stores
+        from ckpt_tools.execute.move.source_reader import has_stores
 
         return self.options.thread_memory(has_stores(self.files), isinstance(self.output.directory, str))
 

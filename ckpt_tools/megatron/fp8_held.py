@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 
-from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.hybrid import says_hybrid
 from ckpt_tools.megatron.keys import decoder_layer, layer_of
+from ckpt_tools.megatron.run_state.common_state import CommonState
 
 FP8 = "float8_e4m3fn"
 _LINEAR = re.compile(r"(?:linear_\w+|in_proj|out_proj|eh_proj)\.weight\d*")

@@ -1,17 +1,11 @@
 """The ground floor: plain data that every room speaks of.
 
+* `kernels/`: values that are computed from stored tensors, tile by tile
 * `box`: regions of a tensor: start and size per dimension
 * `choices`: the closed alphabets that a user chooses from, for library and command line
 * `dtypes`: element types by name, and their sizes
-* `casts`: casts between floating types, bit for bit as torch does them
 * `catalog`: what a checkpoint holds: tensors, their chunks, objects
 * `views`: how a tensor is seen in the coordinates of another: index arithmetic, moved as bytes
-* `kernels`: values that are computed from stored tensors, a tile at a time
-* `packed_kernels`: kernels for weights of 4 bits
-* `fp8_weights`: the scale that explains FP8 weights
-* `quantize_kernels`: kernels that write block FP8
-* `add_number`: a kernel that adds a number: norms that one side stores as weight - 1
-* `low_rank`: a kernel that merges a low-rank adapter (LoRA) into a weight
 * `roles`: what a value of a parameter is: the weight, its master, a state
 * `model`: `Model`, `Parameter`: what a checkpoint says, free of its format
 * `target`: what an output must contain, before anyone says who holds which rows

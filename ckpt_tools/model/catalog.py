@@ -20,7 +20,7 @@ from ckpt_tools.model.many import many
 from ckpt_tools.model.views import Source
 
 if TYPE_CHECKING:
-    from ckpt_tools.model.kernels import Kernel
+    from ckpt_tools.model.kernels.kernel import Kernel
 
 MAX_DIMENSIONS = 64  # of a tensor; torch and numpy have the same limit
 

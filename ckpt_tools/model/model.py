@@ -17,10 +17,10 @@ from ckpt_tools.model.many import many
 from ckpt_tools.model.roles import MASTER, WEIGHT
 
 if TYPE_CHECKING:
-    from ckpt_tools.formats.unpickle import StandIn
-    from ckpt_tools.megatron.common_state import CommonState
-    from ckpt_tools.megatron.record import TargetRecord
-    from ckpt_tools.megatron.settings import ModelSettings
+    from ckpt_tools.formats.pickle.unpickle import StandIn
+    from ckpt_tools.megatron.run_state.common_state import CommonState
+    from ckpt_tools.megatron.run_state.record import TargetRecord
+    from ckpt_tools.megatron.run_state.settings import ModelSettings
     from ckpt_tools.model.catalog import Catalog, Item
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ckpt_tools.model.casts import is_exact
 from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.kernels.casts import is_exact
 from ckpt_tools.model.many import many
 from ckpt_tools.model.roles import Role
 from ckpt_tools.model.views import Source

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Item
 from ckpt_tools.model.dtypes import itemsize
-from ckpt_tools.model.kernels import Zeros
+from ckpt_tools.model.kernels.kernel import Zeros
 from ckpt_tools.model.views import Piece, View
 
 if TYPE_CHECKING:
-    from ckpt_tools.model.kernels import Kernel
+    from ckpt_tools.model.kernels.kernel import Kernel
 
 Strategy: TypeAlias = Literal["verbatim", "runs", "covering", "computed"]
 VERBATIM: Final = "verbatim"  # a whole payload: as it lies: shared or copied, its CRC-32 kept

@@ -9,8 +9,8 @@ from functools import cache
 from typing import NamedTuple, TypeAlias
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, list_problems
-from ckpt_tools.formats.archive import ALIGNMENT
-from ckpt_tools.formats.frames import EXTENT_BYTES, framed_tensor, tensor_frame
+from ckpt_tools.formats.torch_archive.tensor_template import EXTENT_BYTES, framed_tensor, tensor_frame
+from ckpt_tools.formats.torch_archive.zip_archive import ALIGNMENT
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.dtypes import itemsize

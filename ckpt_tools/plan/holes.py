@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ckpt_tools.formats.frames import tensor_frame
+from ckpt_tools.formats.torch_archive.tensor_template import tensor_frame
 from ckpt_tools.model.transfers import Plan, only_zeros
 
 MIN_BYTES = 1 << 20  # a shorter run of zeros saves less than the room set aside around it is worth

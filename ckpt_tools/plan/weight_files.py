@@ -10,7 +10,7 @@ from math import prod
 from typing import NamedTuple
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError
-from ckpt_tools.formats.safetensors import safetensors_header
+from ckpt_tools.formats.safetensors.catalog import safetensors_header
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.dtypes import itemsize

@@ -70,8 +70,8 @@ def peak_bytes() -> int:
 
 def measure(reader: str, folder: str) -> dict[str, float]:
     """One opening in this process."""
-    from ckpt_tools.formats.dcp import read_catalog
-    from ckpt_tools.formats.open_files import open_files
+    from ckpt_tools.formats.dcp.metadata_read import read_catalog
+    from ckpt_tools.formats.storage.open_files import open_files
 
     gc.disable()
     before, start = peak_bytes(), time.process_time()

@@ -22,8 +22,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckpt_tools.commands.placements import Layout
-from ckpt_tools.commands.plan import plan_checkpoint
+from ckpt_tools.commands.convert.plan import plan_checkpoint
+from ckpt_tools.commands.job.placements import Layout
 from tests.benchmarks.bench_store import BUCKET, TOOL
 from tests.ports import free_port
 

@@ -21,8 +21,8 @@ from pathlib import Path
 
 def measure(folder: str, ranks: int, rank: int | None) -> dict[str, float]:
     """One plan in this process, reading the metadata included."""
-    from ckpt_tools.commands.placements import Layout
-    from ckpt_tools.commands.plan import plan_checkpoint
+    from ckpt_tools.commands.convert.plan import plan_checkpoint
+    from ckpt_tools.commands.job.placements import Layout
     from ckpt_tools.sharding.topology import Topology
 
     started = time.perf_counter()

@@ -32,7 +32,8 @@ runpy.run_module("ckpt_tools", run_name="__main__", alter_sys=True)
 """
 MODULES = (
     "typer", "ckpt_tools.cli", "ckpt_tools.cli.app", "ckpt_tools.errors", "ckpt_tools.cli.commands",
-    "ckpt_tools.cli.convert", "ckpt_tools.commands.to_fsdp_dtensor", "numpy", "ckpt_tools.execute.publish",
+    "ckpt_tools.cli.verbs.convert", "ckpt_tools.commands.convert.to_fsdp_dtensor", "numpy",
+    "ckpt_tools.execute.output.publish",
 )  # fmt: skip
 
 

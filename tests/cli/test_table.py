@@ -9,46 +9,36 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from ckpt_tools.cli import (
-    average,
-    convert,
-    copy,
-    diff,
-    edit,
-    huggingface,
-    stats,
-    strip,
-    verify,
-)
-from ckpt_tools.cli import inspect as look
-from ckpt_tools.cli import plan as cli_plan
-from ckpt_tools.cli.job_sizes import JOB_SIZES
-from ckpt_tools.cli.options import Row, option
-from ckpt_tools.cli.signature import fill, with_options
-from ckpt_tools.cli.table import FSDP_TARGET, TABLE, TORCH_DIST_TARGET
-from ckpt_tools.commands.average import AverageOptions
-from ckpt_tools.commands.convert_options import ConvertOptions
-from ckpt_tools.commands.copy import CopyOptions
-from ckpt_tools.commands.dcp_json import dcp_as_json
-from ckpt_tools.commands.diff import DiffRequest
-from ckpt_tools.commands.export_options import ExportOptions
-from ckpt_tools.commands.import_hf import ImportOptions
-from ckpt_tools.commands.inspect import Inspection, inspect_checkpoint
-from ckpt_tools.commands.merge_adapter import MergeOptions
-from ckpt_tools.commands.plan import plan_checkpoint
-from ckpt_tools.commands.print_tensor import print_tensor
-from ckpt_tools.commands.repair import RepairOptions
-from ckpt_tools.commands.rewrite import EditOptions
-from ckpt_tools.commands.slice import slice_layers
-from ckpt_tools.commands.stats import StatsOptions
-from ckpt_tools.commands.strip import strip_checkpoint
-from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions
-from ckpt_tools.commands.verify import VerifyOptions
+from ckpt_tools.cli.options.job_sizes import JOB_SIZES
+from ckpt_tools.cli.options.row import Row, option
+from ckpt_tools.cli.options.signature import fill, with_options
+from ckpt_tools.cli.options.table import FSDP_TARGET, TABLE, TORCH_DIST_TARGET
+from ckpt_tools.cli.verbs import average, convert, copy, diff, edit, huggingface, stats, strip, verify
+from ckpt_tools.cli.verbs import inspect as look
+from ckpt_tools.cli.verbs import plan as cli_plan
+from ckpt_tools.commands.adapters.merge_adapter import MergeOptions
+from ckpt_tools.commands.check.diff import DiffRequest
+from ckpt_tools.commands.check.verify import VerifyOptions
+from ckpt_tools.commands.convert.options import ConvertOptions
+from ckpt_tools.commands.convert.plan import plan_checkpoint
+from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions
+from ckpt_tools.commands.edit.average import AverageOptions
+from ckpt_tools.commands.edit.copy import CopyOptions
+from ckpt_tools.commands.edit.repair import RepairOptions
+from ckpt_tools.commands.edit.slice import slice_layers
+from ckpt_tools.commands.edit.strip import strip_checkpoint
+from ckpt_tools.commands.huggingface.export_options import ExportOptions
+from ckpt_tools.commands.huggingface.import_hf import ImportOptions
+from ckpt_tools.commands.job.rewrite import EditOptions
+from ckpt_tools.commands.look.dcp_json import dcp_as_json
+from ckpt_tools.commands.look.inspect import Inspection, inspect_checkpoint
+from ckpt_tools.commands.look.print_tensor import print_tensor
+from ckpt_tools.commands.look.stats import StatsOptions
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
-from ckpt_tools.verify.compare import Tolerance
-from ckpt_tools.verify.differences import DiffOptions
+from ckpt_tools.verify.compare.arrays import Tolerance
+from ckpt_tools.verify.compare.differences import DiffOptions
 
 # What is filled by a command's options, and the rows that the command has of its own.
 FILLED: tuple[tuple[Callable[..., Any], Mapping[str, Row]], ...] = (

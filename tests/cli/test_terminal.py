@@ -77,6 +77,6 @@ def test_errors_of_every_kind_are_escaped(
     def fail(*_args: object) -> None:
         raise error
 
-    monkeypatch.setattr("ckpt_tools.commands.inspect.inspect_checkpoint", fail)
+    monkeypatch.setattr("ckpt_tools.commands.look.inspect.inspect_checkpoint", fail)
     assert run(["inspect", "somewhere"]) == code
     assert_harmless(capsys.readouterr().err)

@@ -12,12 +12,12 @@ from xml.etree import ElementTree as Xml
 import pytest
 
 import ckpt_tools
-from ckpt_tools.cli import findings
 from ckpt_tools.cli.app import run
-from ckpt_tools.cli.diff import two_values
-from ckpt_tools.commands import verify_masters
+from ckpt_tools.cli.render import findings
+from ckpt_tools.cli.verbs.diff import two_values
+from ckpt_tools.commands.check import verify_masters
 from ckpt_tools.errors import CkptError, Interrupted, Terminated
-from ckpt_tools.verify import manifest
+from ckpt_tools.verify.content import manifest
 from ckpt_tools.verify.report import Check, Finding, Report
 from tests.conftest import DATA, REPO, fixture_dir
 from tests.damage import ITERATION, copy_of, flip_bit, payload_of

@@ -16,9 +16,9 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from ckpt_tools.formats.container import find_tensor
-from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.files import LocalFiles
+from ckpt_tools.formats.dcp.metadata_read import read_catalog
+from ckpt_tools.formats.storage.files import LocalFiles
+from ckpt_tools.formats.torch_archive.item_reader import find_tensor
 from tests.conftest import REPO, fixture_dir
 
 SCRIPTS = REPO / "example-scripts"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.preflight import preflight
+from ckpt_tools.commands.check.preflight import preflight
 from ckpt_tools.verify.report import Report
 from tests.conftest import REPO, fixture_dir
 

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import ckpt_tools
-from ckpt_tools.commands.load_dtensors import attach_chunk
+from ckpt_tools.commands.look.load_dtensors import attach_chunk
 from ckpt_tools.model.box import Box
 from tests.commands import oracle
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ckpt_tools.commands.launch import Launch
-from ckpt_tools.commands.preflight import Preflight
+from ckpt_tools.commands.check.launch import Launch
+from ckpt_tools.commands.check.preflight import Preflight
 
 
 def launch_of(found: Preflight) -> Launch:

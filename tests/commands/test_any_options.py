@@ -17,13 +17,13 @@ from unittest import mock
 import pytest
 import torch
 
-from ckpt_tools.commands.convert_options import ConvertOptions
-from ckpt_tools.commands.placements import Layout
-from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist
+from ckpt_tools.commands.convert.options import ConvertOptions
+from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.convert.to_torch_dist import convert_to_torch_dist
+from ckpt_tools.commands.job.placements import Layout
 from ckpt_tools.errors import UsageError
-from ckpt_tools.execute import stream
-from ckpt_tools.execute.buffers import ThreadMemory
+from ckpt_tools.execute.move import stream
+from ckpt_tools.execute.move.buffers import ThreadMemory
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.vocab import is_vocab

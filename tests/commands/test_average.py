@@ -19,16 +19,16 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.average import Averaged, AverageOptions, average_checkpoints, mean_weights
-from ckpt_tools.commands.diff import diff_checkpoints
-from ckpt_tools.commands.mean_targets import check_alike, parts_of
-from ckpt_tools.commands.opened import open_checkpoint
-from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.check.diff import diff_checkpoints
+from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.edit.average import Averaged, AverageOptions, average_checkpoints, mean_weights
+from ckpt_tools.commands.edit.mean_targets import check_alike, parts_of
+from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.model.box import Box
-from ckpt_tools.model.casts import Array
-from ckpt_tools.model.kernels import WeightedMean
+from ckpt_tools.model.kernels.casts import Array
+from ckpt_tools.model.kernels.kernel import WeightedMean
 from ckpt_tools.model.views import Narrow, Select, Source
 from tests.altered import altered, overwrite, scaled
 from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture

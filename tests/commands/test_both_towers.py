@@ -12,13 +12,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.export_source import ExportSource
-from ckpt_tools.commands.several_parts import reference_of
+from ckpt_tools.commands.huggingface.export_source import ExportSource
+from ckpt_tools.commands.huggingface.several_parts import reference_of
 from ckpt_tools.errors import MappingError
-from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.open_files import open_files
-from ckpt_tools.megatron.huggingface import tower_targets
-from ckpt_tools.megatron.huggingface.vision_language import (
+from ckpt_tools.formats.dcp.metadata_read import read_catalog
+from ckpt_tools.formats.storage.open_files import open_files
+from ckpt_tools.megatron.huggingface.vision import tower_targets
+from ckpt_tools.megatron.huggingface.vision.vision_language import (
     vision_language,
     vision_language_types,
 )

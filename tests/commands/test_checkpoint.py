@@ -18,12 +18,12 @@ from safetensors.torch import save_file
 from torch.distributed import checkpoint as dcp
 
 import ckpt_tools
-from ckpt_tools.commands import checkpoint
+from ckpt_tools.commands.look import checkpoint
 from ckpt_tools.errors import CkptError, MappingError, NoSuchKeyError, StorageError, UsageError
-from ckpt_tools.execute.read_box import BoxReader
+from ckpt_tools.execute.move.read_box import BoxReader
 from ckpt_tools.model.box import Box
-from ckpt_tools.model.casts import Array
 from ckpt_tools.model.dtypes import ITEMSIZE
+from ckpt_tools.model.kernels.casts import Array
 from tests.commands import oracle
 from tests.conftest import DATA, fixture_dir
 from tests.damage import ITERATION

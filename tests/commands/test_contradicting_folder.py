@@ -11,7 +11,7 @@ import pytest
 
 import ckpt_tools
 from ckpt_tools.cli.app import run
-from ckpt_tools.formats.detect import TRACKER, locate
+from ckpt_tools.formats.locate.detect import TRACKER, locate
 from tests.conftest import DATA, fixture_dir
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"

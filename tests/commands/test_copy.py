@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 from torch.distributed import checkpoint as dcp
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands import copy as module
-from ckpt_tools.commands.copy import CopyOptions, CopyReport, copy_checkpoint
+from ckpt_tools.commands.edit import copy as module
+from ckpt_tools.commands.edit.copy import CopyOptions, CopyReport, copy_checkpoint
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UsageError, VerificationError
-from ckpt_tools.execute.remote_output import RemoteOutput
+from ckpt_tools.execute.output.remote_output import RemoteOutput
 from ckpt_tools.execute.run import WriteOptions, write_checkpoint
-from ckpt_tools.formats.detect import BRIDGE_TRACKER
+from ckpt_tools.formats.locate.detect import BRIDGE_TRACKER
 from ckpt_tools.model.transfers import Transfer
 from ckpt_tools.plan import raw_files
 from ckpt_tools.plan.raw_files import RawFile, Run, build_copy_plan

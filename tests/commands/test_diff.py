@@ -9,22 +9,22 @@ import numpy as np
 import pytest
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.convert_options import ConvertOptions
-from ckpt_tools.commands.diff import DiffRequest, _recorded_tp, diff_checkpoints
-from ckpt_tools.commands.opened import Opened
-from ckpt_tools.commands.to_dcp import convert_to_dcp
-from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist
+from ckpt_tools.commands.check.diff import DiffRequest, _recorded_tp, diff_checkpoints
+from ckpt_tools.commands.convert.options import ConvertOptions
+from ckpt_tools.commands.convert.to_dcp import convert_to_dcp
+from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.convert.to_torch_dist import convert_to_torch_dist
+from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.errors import UnsupportedCheckpointError
-from ckpt_tools.formats.container import StoredTensor
-from ckpt_tools.formats.detect import Location
-from ckpt_tools.formats.open_files import open_files
-from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.formats.locate.detect import Location
+from ckpt_tools.formats.storage.open_files import open_files
+from ckpt_tools.formats.torch_archive.item_reader import StoredTensor
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
+from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.model.catalog import Catalog, Item, ObjectEntry
-from ckpt_tools.verify.compare import Tolerance
-from ckpt_tools.verify.diff_values import diff_values
-from ckpt_tools.verify.differences import DiffOptions, summarize
+from ckpt_tools.verify.compare.arrays import Tolerance
+from ckpt_tools.verify.compare.differences import DiffOptions, summarize
+from ckpt_tools.verify.compare.objects import diff_values
 from tests.damage import copy_of, drop_key, keys_with, metadata_of, payload_of, replace_chunk
 from tests.folders import root_of
 from tests.synthetic import DcpFolder
@@ -264,12 +264,12 @@ def test_what_differs_is_shown(a: object, b: object, left: str | None, right: st
 def test_a_large_tensor_is_compared_in_bounded_memory(tmp_path):
     import tracemalloc
 
-    from ckpt_tools.formats.files import LocalFiles
+    from ckpt_tools.formats.storage.files import LocalFiles
     from ckpt_tools.model.box import full_box
     from ckpt_tools.model.catalog import Catalog, Chunk, Item, TensorEntry
     from ckpt_tools.model.target import TargetTensor
     from ckpt_tools.model.views import Source
-    from ckpt_tools.verify.differences import Side, diff_tensors
+    from ckpt_tools.verify.compare.differences import Side, diff_tensors
 
     shape = (64, 1 << 20)  # 256 MiB, sparse on disk
     sides = []
@@ -334,8 +334,8 @@ def test_the_report_does_not_depend_on_parts(tmp_path, monkeypatch):
         path.write_bytes(content)
     whole = diff_checkpoints(root_of(LLAMA), str(root))
     assert sum(t.found.different for t in whole.tensors) == 6
-    monkeypatch.setattr("ckpt_tools.verify.parts._PART_ELEMS", 128)
-    monkeypatch.setattr("ckpt_tools.verify.parts._TILE_ELEMS", 48)
+    monkeypatch.setattr("ckpt_tools.verify.content.parts._PART_ELEMS", 128)
+    monkeypatch.setattr("ckpt_tools.verify.content.parts._TILE_ELEMS", 48)
     assert diff_checkpoints(root_of(LLAMA), str(root)) == whole
 
 

@@ -239,7 +239,7 @@ def test_headers_say_what_is_carried_and_what_not(to, tmp_path, capsys):
 
 def test_headers_read_no_payload(tmp_path, capsys, monkeypatch):
     """Neither to prove that a head is the embedding, nor to compare."""
-    monkeypatch.setattr("ckpt_tools.execute.read_box.BoxReader.__init__", None)
+    monkeypatch.setattr("ckpt_tools.execute.move.read_box.BoxReader.__init__", None)
     model = fixture_dir(LLAMA)
     assert diff(model, model, capsys, "--headers")[0] == 0
     assert diff(fixture_dir("core019_moe_ep2_fully_reshardable"), model, capsys, "--headers")[0] == 1

@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpt_tools.commands.diff import DiffRequest, diff_checkpoints
-from ckpt_tools.commands.export_hf import export_hf
-from ckpt_tools.commands.import_hf import ImportOptions, import_hf
-from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.check.diff import DiffRequest, diff_checkpoints
+from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.huggingface.export_hf import export_hf
+from ckpt_tools.commands.huggingface.import_hf import ImportOptions, import_hf
 from ckpt_tools.errors import MappingError, UsageError
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.model.choices import MegatronFormat
-from ckpt_tools.verify.differences import DiffOptions
+from ckpt_tools.verify.compare.differences import DiffOptions
 from tests.cases import cases as cases  # noqa: PLC0414  a fixture
 from tests.conftest import DATA
 

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.diff import DiffRequest, diff_checkpoints
-from ckpt_tools.commands.to_dcp import convert_to_dcp
-from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.formats.files import LocalFiles
+from ckpt_tools.commands.check.diff import DiffRequest, diff_checkpoints
+from ckpt_tools.commands.convert.to_dcp import convert_to_dcp
+from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.formats.storage.files import LocalFiles
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.roles import Role
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.model.views import Source
-from ckpt_tools.verify.compare import Tolerance
-from ckpt_tools.verify.differences import (
+from ckpt_tools.verify.compare.arrays import Tolerance
+from ckpt_tools.verify.compare.differences import (
     DiffOptions,
     DiffReport,
     Side,
@@ -27,7 +27,7 @@ from ckpt_tools.verify.differences import (
     _by_form,
     weights_not_compared,
 )
-from ckpt_tools.verify.stored_weights import can_round, has_weights
+from ckpt_tools.verify.compare.stored_weights import can_round, has_weights
 from tests.conftest import fixture_dir
 from tests.damage import copy_of, infos_of, metadata_of, payload_of, replace_chunk
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.convert_options import ConvertOptions
-from ckpt_tools.commands.opened import open_checkpoint
-from ckpt_tools.commands.preflight import preflight
-from ckpt_tools.commands.strip import strip_checkpoint
-from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.commands.check.preflight import preflight
+from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.commands.convert.options import ConvertOptions
+from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.edit.strip import strip_checkpoint
+from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.errors import MappingError
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpSource, read_fsdp_source
@@ -259,8 +259,8 @@ def test_a_release_begins_at_iteration_1(source: Path, folder: str, tmp_path: Pa
 
 
 def test_embeddings_with_a_rate_of_their_own_keep_it(tmp_path: Path) -> None:
-    from ckpt_tools.commands.read_model import Wanted, read_model
-    from ckpt_tools.formats.unpickle import StandIn
+    from ckpt_tools.commands.job.read_model import Wanted, read_model
+    from ckpt_tools.formats.pickle.unpickle import StandIn
     from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import with_fresh_optimizer
 
     with open_checkpoint(str(RUN)) as opened:
@@ -335,7 +335,7 @@ def test_the_bytes_do_not_depend_on_holes(tmp_path: Path, monkeypatch: pytest.Mo
     """The same where a file system tells of no holes."""
     fresh(RUN, tmp_path / "sparse")
     monkeypatch.setattr(
-        "ckpt_tools.execute.stream.stored_ranges", lambda fd, start, stop: iter([(start, stop)])
+        "ckpt_tools.execute.move.stream.stored_ranges", lambda fd, start, stop: iter([(start, stop)])
     )
     fresh(RUN, tmp_path / "full")
     for file in iteration_of(tmp_path / "full").iterdir():
@@ -344,10 +344,10 @@ def test_the_bytes_do_not_depend_on_holes(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_damage_in_a_hole_is_repaired_on_resume(tmp_path: Path) -> None:
     """Zeros are written over what does not belong there, not taken for granted."""
-    from ckpt_tools.execute.fileio import OutputFile, stored_ranges
-    from ckpt_tools.execute.source_reader import SourceReader
-    from ckpt_tools.execute.stream import Pump
-    from ckpt_tools.formats.open_files import open_files
+    from ckpt_tools.execute.move.source_reader import SourceReader
+    from ckpt_tools.execute.move.stream import Pump
+    from ckpt_tools.execute.output.fileio import OutputFile, stored_ranges
+    from ckpt_tools.formats.storage.open_files import open_files
 
     path = tmp_path / "file"
     path.write_bytes(b"\x01" * 5000 + b"\0" * 20000)

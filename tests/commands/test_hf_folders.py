@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpt_tools.commands.export_hf import export_hf
-from ckpt_tools.commands.export_options import ExportOptions
-from ckpt_tools.commands.import_hf import import_hf
-from ckpt_tools.commands.inspect import inspect_checkpoint
+from ckpt_tools.commands.huggingface.export_hf import export_hf
+from ckpt_tools.commands.huggingface.export_options import ExportOptions
+from ckpt_tools.commands.huggingface.import_hf import import_hf
+from ckpt_tools.commands.look.inspect import inspect_checkpoint
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
 from tests.cases import cases as cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from ckpt_tools.commands.convert_options import ConvertOptions
-from ckpt_tools.commands.export_hf import export_hf
-from ckpt_tools.commands.export_options import ExportOptions
-from ckpt_tools.commands.preflight import preflight
-from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist
+from ckpt_tools.commands.check.preflight import preflight
+from ckpt_tools.commands.convert.options import ConvertOptions
+from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.convert.to_torch_dist import convert_to_torch_dist
+from ckpt_tools.commands.huggingface.export_hf import export_hf
+from ckpt_tools.commands.huggingface.export_options import ExportOptions
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
-from ckpt_tools.megatron.settings import settings_from_args
+from ckpt_tools.megatron.run_state.settings import settings_from_args
 from tests.cases import cases as cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
 from tests.commands.rewritten import Parts, read, write

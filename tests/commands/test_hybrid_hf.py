@@ -11,17 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpt_tools.commands.diff import diff_checkpoints
-from ckpt_tools.commands.export_hf import export_hf
-from ckpt_tools.commands.export_options import ExportOptions
-from ckpt_tools.commands.import_hf import ImportOptions, import_hf
-from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist
+from ckpt_tools.commands.check.diff import diff_checkpoints
+from ckpt_tools.commands.convert.to_torch_dist import convert_to_torch_dist
+from ckpt_tools.commands.huggingface.export_hf import export_hf
+from ckpt_tools.commands.huggingface.export_options import ExportOptions
+from ckpt_tools.commands.huggingface.import_hf import ImportOptions, import_hf
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
-from ckpt_tools.model.add_number import AddNumber
 from ckpt_tools.model.box import Box
-from ckpt_tools.model.casts import bfloat16_to_float32
 from ckpt_tools.model.dtypes import Form
+from ckpt_tools.model.kernels.add_number import AddNumber
+from ckpt_tools.model.kernels.casts import bfloat16_to_float32
 from tests.commands import oracle
 from tests.megatron.huggingface.by_rules import directory
 from tests.megatron.huggingface.test_hybrids import MAMBA2, NEMOTRON_3, NEMOTRON_H, QWEN3_5, QWEN3_NEXT

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands import inspect_page
-from ckpt_tools.commands.inspect import inspect_checkpoint
-from ckpt_tools.commands.inspect_page import inspection_html
+from ckpt_tools.commands.look import inspect_page
+from ckpt_tools.commands.look.inspect import inspect_checkpoint
+from ckpt_tools.commands.look.inspect_page import inspection_html
 from tests.conftest import DATA
 from tests.pages import parse_page
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.launch import Launch, launch, unsaid
-from ckpt_tools.commands.opened import open_checkpoint
-from ckpt_tools.commands.preflight import preflight
-from ckpt_tools.formats.detect import TRACKER
-from ckpt_tools.verify.facts import Facts
-from ckpt_tools.verify.job import VERSIONS, Job, parse_command
+from ckpt_tools.commands.check.launch import Launch, launch, unsaid
+from ckpt_tools.commands.check.preflight import preflight
+from ckpt_tools.commands.job.opened import open_checkpoint
+from ckpt_tools.formats.locate.detect import TRACKER
+from ckpt_tools.verify.readiness.facts import Facts
+from ckpt_tools.verify.readiness.job import VERSIONS, Job, parse_command
 from tests.conftest import DATA, fixture_dir
 from tests.folders import root_of
 from tests.megatron.huggingface.by_rules import directory, imported

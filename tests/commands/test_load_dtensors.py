@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.commands.convert_options import ConvertOptions
-from ckpt_tools.commands.load_dtensors import mesh_axes
-from ckpt_tools.commands.placements import Layout
-from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.version_2 import respelled
+from ckpt_tools.commands.convert.options import ConvertOptions
+from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.convert.version_2 import respelled
+from ckpt_tools.commands.job.placements import Layout
+from ckpt_tools.commands.look.load_dtensors import mesh_axes
 from ckpt_tools.errors import UsageError
 from ckpt_tools.sharding.topology import Topology
 from tests.commands import oracle

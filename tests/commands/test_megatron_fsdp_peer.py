@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_tools.commands.convert_options import ConvertOptions
-from ckpt_tools.commands.placements import Layout
-from ckpt_tools.commands.to_dcp import convert_to_dcp
-from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.convert.options import ConvertOptions
+from ckpt_tools.commands.convert.to_dcp import convert_to_dcp
+from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.job.placements import Layout
 from ckpt_tools.sharding.topology import Topology
 from tests.commands import oracle
 from tests.conftest import DATA

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import checkpoint as dcp
 
-from ckpt_tools.commands.diff import diff_checkpoints
-from ckpt_tools.commands.modify import modify_state_dict, new_names, new_path, parse_operation
-from ckpt_tools.commands.rewrite import EditOptions
-from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.commands.check.diff import diff_checkpoints
+from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.commands.edit.modify import modify_state_dict, new_names, new_path, parse_operation
+from ckpt_tools.commands.job.rewrite import EditOptions
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
 from tests.conftest import fixture_dir
 
@@ -136,8 +136,8 @@ def test_flattened_states_keep_their_original_shapes(tmp_path):
 
 
 def _mcore_data(folder):
-    from ckpt_tools.formats.dcp import read_catalog
-    from ckpt_tools.formats.files import LocalFiles
+    from ckpt_tools.formats.dcp.metadata_read import read_catalog
+    from ckpt_tools.formats.storage.files import LocalFiles
 
     shapes = read_catalog(LocalFiles(str(folder))).original_shapes
     assert shapes

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.plan import BufferTypes, buffer_types
-from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
-from ckpt_tools.formats.unpickle import TorchDtype
-from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.commands.convert.plan import BufferTypes, buffer_types
+from ckpt_tools.formats.pickle.unpickle import TorchDtype
+from ckpt_tools.megatron.run_state.common_state import CommonState
 from tests.commands import oracle
 from tests.commands.test_repair import parts, write
 from tests.conftest import fixture_dir

@@ -13,9 +13,9 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.outputs import object_archives
-from ckpt_tools.formats.container import StoredTensor
-from ckpt_tools.formats.pickling import dump_archive
+from ckpt_tools.commands.job.outputs import object_archives
+from ckpt_tools.formats.torch_archive.item_reader import StoredTensor
+from ckpt_tools.formats.torch_archive.object_writer import dump_archive
 from ckpt_tools.model.target import TargetObject
 from tests.commands.rewritten import read, write
 from tests.conftest import fixture_dir

@@ -15,18 +15,18 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.convert_options import ConvertOptions
-from ckpt_tools.commands.diff import diff_checkpoints
-from ckpt_tools.commands.load_dtensors import load_dtensors
-from ckpt_tools.commands.modify import modify_state_dict
-from ckpt_tools.commands.opened import open_checkpoint
-from ckpt_tools.commands.placements import Layout
-from ckpt_tools.commands.slice import slice_layers
-from ckpt_tools.commands.strip import strip_checkpoint
-from ckpt_tools.commands.to_dcp import convert_to_dcp
-from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
-from ckpt_tools.commands.verify import verify_checkpoint
+from ckpt_tools.commands.check.diff import diff_checkpoints
+from ckpt_tools.commands.check.verify import verify_checkpoint
+from ckpt_tools.commands.convert.options import ConvertOptions
+from ckpt_tools.commands.convert.to_dcp import convert_to_dcp
+from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
+from ckpt_tools.commands.edit.modify import modify_state_dict
+from ckpt_tools.commands.edit.slice import slice_layers
+from ckpt_tools.commands.edit.strip import strip_checkpoint
+from ckpt_tools.commands.job.opened import open_checkpoint
+from ckpt_tools.commands.job.placements import Layout
+from ckpt_tools.commands.look.load_dtensors import load_dtensors
 from ckpt_tools.errors import MappingError, UsageError
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from ckpt_tools.commands.convert_options import ConvertOptions
-from ckpt_tools.commands.opened import open_checkpoint
-from ckpt_tools.commands.placements import Layout, LiveModel, exact_placement, mla_tp_dims, place_model
-from ckpt_tools.commands.to_fsdp_dtensor import prepare
+from ckpt_tools.commands.convert.options import ConvertOptions
+from ckpt_tools.commands.convert.to_fsdp_dtensor import prepare
+from ckpt_tools.commands.job.opened import open_checkpoint
+from ckpt_tools.commands.job.placements import Layout, LiveModel, exact_placement, mla_tp_dims, place_model
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.target import TargetTensor

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ckpt_tools.commands.convert_options import ConvertOptions
-from ckpt_tools.commands.launch import launch, unsaid
-from ckpt_tools.commands.opened import open_checkpoint
-from ckpt_tools.commands.placements import Layout
-from ckpt_tools.commands.preflight import _about, local_norms, preflight
-from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.check.launch import launch, unsaid
+from ckpt_tools.commands.check.preflight import _about, local_norms, preflight
+from ckpt_tools.commands.convert.options import ConvertOptions
+from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.job.opened import open_checkpoint
+from ckpt_tools.commands.job.placements import Layout
 from ckpt_tools.errors import UsageError
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.sharding.topology import Topology
-from ckpt_tools.verify.facts import Facts
-from ckpt_tools.verify.job import PROGRAMS, VERSIONS, Job, parse_command
-from ckpt_tools.verify.load_rules import RULES
+from ckpt_tools.verify.readiness.facts import Facts
+from ckpt_tools.verify.readiness.job import PROGRAMS, VERSIONS, Job, parse_command
+from ckpt_tools.verify.readiness.load_rules import RULES
 from tests.commands.launched import launch_of
 from tests.conftest import fixture_dir
 from tests.damage import copy_of, drop_key, metadata_of

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.launch import _LEFT_OUT, _decided, _plain
-from ckpt_tools.commands.opened import open_checkpoint
-from ckpt_tools.commands.preflight import Preflight, preflight
-from ckpt_tools.formats.detect import TRACKER
-from ckpt_tools.verify.facts import Facts
-from ckpt_tools.verify.job import Job, parse_command
-from ckpt_tools.verify.megatron_args import flags_of
+from ckpt_tools.commands.check.launch import _LEFT_OUT, _decided, _plain
+from ckpt_tools.commands.check.preflight import Preflight, preflight
+from ckpt_tools.commands.job.opened import open_checkpoint
+from ckpt_tools.formats.locate.detect import TRACKER
+from ckpt_tools.verify.readiness.facts import Facts
+from ckpt_tools.verify.readiness.job import Job, parse_command
+from ckpt_tools.verify.readiness.megatron_args import flags_of
 from tests.commands.launched import launch_of
 from tests.conftest import all_checkpoints
 from tests.damage import copy_of, drop_key, metadata_of

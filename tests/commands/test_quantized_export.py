@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.diff import diff_checkpoints
-from ckpt_tools.commands.export_hf import export_hf
-from ckpt_tools.commands.export_options import ExportOptions
-from ckpt_tools.commands.import_hf import ImportOptions, import_hf
+from ckpt_tools.commands.check.diff import diff_checkpoints
+from ckpt_tools.commands.huggingface.export_hf import export_hf
+from ckpt_tools.commands.huggingface.export_options import ExportOptions
+from ckpt_tools.commands.huggingface.import_hf import ImportOptions, import_hf
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UsageError
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.export_hf import export_hf
-from ckpt_tools.commands.import_hf import ImportOptions, import_hf
+from ckpt_tools.commands.huggingface.export_hf import export_hf
+from ckpt_tools.commands.huggingface.import_hf import ImportOptions, import_hf
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError
-from ckpt_tools.formats.open_files import open_files
+from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
-from ckpt_tools.megatron.huggingface.checks import Spec
-from ckpt_tools.megatron.huggingface.quantized import dequantized
+from ckpt_tools.megatron.huggingface.mapping.checks import Spec
+from ckpt_tools.megatron.huggingface.quantization.quantized import dequantized
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.choices import MegatronFormat
 from tests.megatron.huggingface.quantized_models import (

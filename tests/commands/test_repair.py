@@ -17,9 +17,9 @@ import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.repair import RepairOptions, repair_checkpoint
-from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.verify import verify_checkpoint
+from ckpt_tools.commands.check.verify import verify_checkpoint
+from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.edit.repair import RepairOptions, repair_checkpoint
 from ckpt_tools.errors import CkptError, MappingError, UnsupportedCheckpointError, VerificationError
 from tests.commands import oracle
 from tests.commands.stages import GROUP, STATE, of_stage

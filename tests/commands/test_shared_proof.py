@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.files import LocalFiles
-from ckpt_tools.formats.frames import usual_item
+from ckpt_tools.formats.dcp.metadata_read import read_catalog
+from ckpt_tools.formats.storage.files import LocalFiles
+from ckpt_tools.formats.torch_archive.tensor_template import usual_item
 from tests.conftest import REPO
 from tests.synthetic import write_llama
 
 # In another process, because one with threads, as pytest's may be, is not forked.
 SCRIPT = """
 import os, sys
-from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.commands.convert.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.errors import CkptError
 from ckpt_tools.execute.run import WriteOptions
 

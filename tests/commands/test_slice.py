@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_tools.commands.opened import open_checkpoint
-from ckpt_tools.commands.slice import slice_layers
-from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.edit.slice import slice_layers
+from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.errors import UsageError
-from ckpt_tools.execute.read_box import BoxReader
+from ckpt_tools.execute.move.read_box import BoxReader
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.megatron.torch_dist.read import read_torch_dist
 from ckpt_tools.model.box import full_box
@@ -138,7 +138,7 @@ def test_what_is_said_of_each_layer(name, layers, expected, user_cases, tmp_path
 
 
 def test_all_layers_are_the_same_checkpoint(tmp_path):
-    from ckpt_tools.commands.diff import diff_checkpoints
+    from ckpt_tools.commands.check.diff import diff_checkpoints
 
     place = str(root_of("core019_moe_ep2_fully_reshardable"))
     slice_layers(place, str(tmp_path / "out"), ":")

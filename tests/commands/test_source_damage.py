@@ -14,27 +14,28 @@ from typing import Any
 
 import pytest
 
-from ckpt_tools.cli.reports import source_checksums
-from ckpt_tools.commands import conversion, to_fsdp_dtensor
-from ckpt_tools.commands.average import AverageOptions, average_checkpoints
-from ckpt_tools.commands.convert_options import ConvertOptions
-from ckpt_tools.commands.export_hf import export_hf
-from ckpt_tools.commands.export_options import ExportOptions
-from ckpt_tools.commands.import_hf import import_hf
-from ckpt_tools.commands.modify import modify_state_dict
-from ckpt_tools.commands.placements import Layout
-from ckpt_tools.commands.rewrite import EditOptions
-from ckpt_tools.commands.slice import slice_layers
-from ckpt_tools.commands.strip import strip_checkpoint
-from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
+from ckpt_tools.cli.render.reports import source_checksums
+from ckpt_tools.commands.convert import to_fsdp_dtensor
+from ckpt_tools.commands.convert.options import ConvertOptions
+from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
+from ckpt_tools.commands.edit.average import AverageOptions, average_checkpoints
+from ckpt_tools.commands.edit.modify import modify_state_dict
+from ckpt_tools.commands.edit.slice import slice_layers
+from ckpt_tools.commands.edit.strip import strip_checkpoint
+from ckpt_tools.commands.huggingface.export_hf import export_hf
+from ckpt_tools.commands.huggingface.export_options import ExportOptions
+from ckpt_tools.commands.huggingface.import_hf import import_hf
+from ckpt_tools.commands.job import conversion
+from ckpt_tools.commands.job.placements import Layout
+from ckpt_tools.commands.job.rewrite import EditOptions
 from ckpt_tools.errors import CorruptCheckpointError
 from ckpt_tools.execute.run import WriteOptions
-from ckpt_tools.formats.container import find_tensor, record_stretches
-from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.detect import locate
-from ckpt_tools.formats.open_files import open_files
-from ckpt_tools.formats.safetensors import read_safetensors_catalog
+from ckpt_tools.formats.dcp.metadata_read import read_catalog
+from ckpt_tools.formats.locate.detect import locate
+from ckpt_tools.formats.safetensors.catalog import read_safetensors_catalog
+from ckpt_tools.formats.storage.open_files import open_files
+from ckpt_tools.formats.torch_archive.item_reader import find_tensor, record_stretches
 from ckpt_tools.sharding.topology import Topology
 from tests.conftest import fixture_dir
 from tests.damage import flip_bit
@@ -262,7 +263,7 @@ import sys
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 import ckpt_tools
-from ckpt_tools.commands.to_fsdp_dtensor import ConvertOptions
+from ckpt_tools.commands.convert.to_fsdp_dtensor import ConvertOptions
 from ckpt_tools.execute.run import WriteOptions
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

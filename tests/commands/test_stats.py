@@ -18,21 +18,21 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.diff import DiffRequest, diff_checkpoints
-from ckpt_tools.commands.inspect import inspect_checkpoint
-from ckpt_tools.commands.named_tensors import NamedTensor, NamedTensors
-from ckpt_tools.commands.stats import StatsOptions, _paired, checkpoint_change, checkpoint_statistics
-from ckpt_tools.commands.stats_page import change_html, change_svg, norms_html, norms_svg
-from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.commands.check.diff import DiffRequest, diff_checkpoints
+from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.look.inspect import inspect_checkpoint
+from ckpt_tools.commands.look.named_tensors import NamedTensor, NamedTensors
+from ckpt_tools.commands.look.stats import StatsOptions, _paired, checkpoint_change, checkpoint_statistics
+from ckpt_tools.commands.look.stats_page import change_html, change_svg, norms_html, norms_svg
 from ckpt_tools.errors import UsageError
 from ckpt_tools.megatron.keys import part_of
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.dtypes import ITEMSIZE
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.model.views import Source
-from ckpt_tools.verify import parts
-from ckpt_tools.verify.values import Change, Statistics
+from ckpt_tools.verify.content import parts
+from ckpt_tools.verify.content.values import Change, Statistics
 from tests.altered import scaled
 from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
@@ -167,7 +167,7 @@ def test_the_result_does_not_depend_on_threads_and_parts(monkeypatch: pytest.Mon
 def test_the_result_does_not_depend_on_workers() -> None:
     """In another process, because one with threads, as pytest's may be, is not forked."""
     script = f"""
-from ckpt_tools.commands.stats import StatsOptions, checkpoint_change, checkpoint_statistics
+from ckpt_tools.commands.look.stats import StatsOptions, checkpoint_change, checkpoint_statistics
 run = {str(DATA / RUN)!r}
 one, three = (StatsOptions(workers=n, histogram=True) for n in (1, 3))
 told = []

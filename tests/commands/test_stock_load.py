@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_tools.commands.convert_options import ConvertOptions
-from ckpt_tools.commands.placements import Layout
-from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.convert.options import ConvertOptions
+from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.job.placements import Layout
 from tests.commands import oracle
 from tests.conftest import DATA
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.megatron.record import RECORD_FILE
+from ckpt_tools.megatron.run_state.record import RECORD_FILE
 from tests.commands import oracle
 from tests.commands.test_to_fsdp_dtensor import source_of
 from tests.conftest import DATA, fixture_dir

@@ -17,14 +17,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import ckpt_tools
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.convert_options import ConvertOptions
-from ckpt_tools.commands.placements import Layout
-from ckpt_tools.commands.slice import slice_layers
-from ckpt_tools.commands.to_dcp import convert_to_dcp
-from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist
+from ckpt_tools.commands.convert.options import ConvertOptions
+from ckpt_tools.commands.convert.to_dcp import convert_to_dcp
+from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.convert.to_torch_dist import convert_to_torch_dist
+from ckpt_tools.commands.edit.slice import slice_layers
+from ckpt_tools.commands.job.placements import Layout
 from ckpt_tools.errors import UnsupportedCheckpointError
-from ckpt_tools.formats.detect import locate
+from ckpt_tools.formats.locate.detect import locate
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.sharding.topology import Topology
 from tests.commands import oracle
@@ -286,8 +286,8 @@ def test_what_cannot_be_done_with_a_model_that_is_not_megatrons(sharded, tmp_pat
 
 
 def test_a_model_parallel_job_saved_one_ranks_part(tmp_path):
-    from ckpt_tools.megatron.common_state import CommonState
     from ckpt_tools.megatron.dcp.read import _refuse_parts
+    from ckpt_tools.megatron.run_state.common_state import CommonState
 
     common = CommonState({}, "items", {"tensor_model_parallel_size": 2, "ckpt_format": "torch_dcp"})
     with pytest.raises(UnsupportedCheckpointError, match="tensor_model_parallel_size 2"):

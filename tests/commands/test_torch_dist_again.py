@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from ckpt_tools.commands.convert_options import ConvertOptions
-from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
+from ckpt_tools.commands.convert.options import ConvertOptions
+from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
 from ckpt_tools.errors import CorruptCheckpointError, UsageError, VerificationError
 from ckpt_tools.execute.run import WriteOptions
-from ckpt_tools.megatron.stored_values import optimizer_groups
+from ckpt_tools.megatron.run_state.stored_values import optimizer_groups
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from tests.commands import oracle
 from tests.commands.test_source_damage import copy_of, payloads

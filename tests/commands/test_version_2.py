@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.diff import diff_checkpoints
-from ckpt_tools.commands.import_hf import ImportOptions, completed
-from ckpt_tools.commands.opened import open_checkpoint
-from ckpt_tools.commands.placements import Layout
-from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
-from ckpt_tools.commands.version_2 import respelled
+from ckpt_tools.commands.check.diff import diff_checkpoints
+from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.commands.convert.version_2 import respelled
+from ckpt_tools.commands.huggingface.import_hf import ImportOptions, completed
+from ckpt_tools.commands.job.opened import open_checkpoint
+from ckpt_tools.commands.job.placements import Layout
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.sharding.topology import Topology
 from tests.commands import oracle

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.files import Files
-from ckpt_tools.formats.open_files import open_files
-from ckpt_tools.formats.pickling import dump_archive
+from ckpt_tools.formats.dcp.metadata_read import read_catalog
+from ckpt_tools.formats.storage.files import Files
+from ckpt_tools.formats.storage.open_files import open_files
+from ckpt_tools.formats.torch_archive.object_writer import dump_archive
 from ckpt_tools.model.box import Box
-from ckpt_tools.model.casts import Array
 from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.kernels.casts import Array
 from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTensor
 from ckpt_tools.model.transfers import Plan
 from ckpt_tools.model.views import Narrow, Permute, Select, Source

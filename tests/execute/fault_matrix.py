@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from ckpt_tools.commands.convert_options import ConvertOptions
-from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.commands.convert.options import ConvertOptions
+from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.errors import CkptError, StorageError
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
-from ckpt_tools.formats.container import find_tensor
-from ckpt_tools.formats.open_files import open_files
+from ckpt_tools.formats.storage.open_files import open_files
+from ckpt_tools.formats.torch_archive.item_reader import find_tensor
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from tests.damage import ITERATION, copy_of
 from tests.execute.conftest import make_case, reopened_case

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.formats.detect import TRACKER
+from ckpt_tools.formats.locate.detect import TRACKER
 from tests.conftest import REPO
 from tests.execute.conftest import make_case
 from tests.execute.test_run import tree
@@ -51,11 +51,11 @@ _PUBLISHED = "published+"  # before a number: of calls after publication, else o
 CONVERT = """
 import itertools, json, os, signal, sys, threading
 from pathlib import Path
-from ckpt_tools.formats.detect import TRACKER
+from ckpt_tools.formats.locate.detect import TRACKER
 from ckpt_tools.errors import CkptError
 from ckpt_tools.execute import ranks as waiting
-from ckpt_tools.execute.publish import Staging
-from ckpt_tools.execute.ranks import connect
+from ckpt_tools.execute.output.publish import Staging
+from ckpt_tools.execute.processes.ranks import connect
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from tests.execute.conftest import reopened_case
 here = Path(sys.argv[1])

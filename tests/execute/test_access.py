@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tools.execute import access
+from ckpt_tools.execute.output import access
 from ckpt_tools.execute.run import Output, write_checkpoint
-from ckpt_tools.formats.detect import TRACKER
-from ckpt_tools.formats.open_files import open_files
+from ckpt_tools.formats.locate.detect import TRACKER
+from ckpt_tools.formats.storage.open_files import open_files
 from tests.execute.conftest import Case
 
 GROUP = 54321
@@ -134,7 +134,8 @@ def test_a_group_that_may_not_be_given_gets_nothing(
     monkeypatch.setattr(os, "fchown", refuse)
     real = access.access_of
     monkeypatch.setattr(
-        "ckpt_tools.execute.publish.access_of", lambda path: real(path)._replace(group=GROUP, setgid=True)
+        "ckpt_tools.execute.output.publish.access_of",
+        lambda path: real(path)._replace(group=GROUP, setgid=True),
     )
     (tmp_path / "source").chmod(0o750)
     write_checkpoint(case.plan(2), case.files, Output(tmp_path / "out"))

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.errors import VerificationError
-from ckpt_tools.formats import crc
-from ckpt_tools.model.casts import Array, cast, cast_checked, cast_raw, numpy_dtype, raw_dtype
+from ckpt_tools.formats.storage import crc
 from ckpt_tools.model.dtypes import CASTABLE, ITEMSIZE
+from ckpt_tools.model.kernels.casts import Array, cast, cast_checked, cast_raw, numpy_dtype, raw_dtype
 
 
 def bits_of(tensor: torch.Tensor, dtype: str) -> Array:

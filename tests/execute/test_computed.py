@@ -14,16 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.errors import CorruptCheckpointError
-from ckpt_tools.execute.read_box import read_box
+from ckpt_tools.execute.move.read_box import read_box
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
-from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.open_files import open_files
+from ckpt_tools.formats.dcp.metadata_read import read_catalog
+from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.model.box import Box, full_box
-from ckpt_tools.model.casts import Array
 from ckpt_tools.model.catalog import Catalog, Made, Value, made_entry
 from ckpt_tools.model.dtypes import Form
-from ckpt_tools.model.kernels import Dequantize, JoinRemainder, WeightedMean, reshaped
-from ckpt_tools.model.packed_kernels import DecodeMxfp4
+from ckpt_tools.model.kernels.casts import Array
+from ckpt_tools.model.kernels.kernel import Dequantize, JoinRemainder, WeightedMean, reshaped
+from ckpt_tools.model.kernels.packed import DecodeMxfp4
 from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.model.transfers import COMPUTED, plan_summary
 from ckpt_tools.model.views import Narrow, Permute, Place, Select, Source, View, view_shape

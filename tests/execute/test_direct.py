@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_tools.errors import StorageError, UsageError
-from ckpt_tools.execute.fileio import BLOCK_BYTES, check_direct
+from ckpt_tools.execute.output.fileio import BLOCK_BYTES, check_direct
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
-from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.open_files import open_files
+from ckpt_tools.formats.dcp.metadata_read import read_catalog
+from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.model.transfers import Plan
 from ckpt_tools.model.views import Permute, Source

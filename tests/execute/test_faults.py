@@ -25,12 +25,12 @@ from ckpt_tools.errors import (
     UsageError,
 )
 from ckpt_tools.execute import run
-from ckpt_tools.execute.fileio import storage_errors, write_all
-from ckpt_tools.execute.journal import Journal
-from ckpt_tools.execute.publish import Staging
+from ckpt_tools.execute.output.fileio import storage_errors, write_all
+from ckpt_tools.execute.output.journal import Journal
+from ckpt_tools.execute.output.publish import Staging
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
-from ckpt_tools.formats.detect import TRACKER
-from ckpt_tools.formats.open_files import open_files
+from ckpt_tools.formats.locate.detect import TRACKER
+from ckpt_tools.formats.storage.open_files import open_files
 from tests.execute.conftest import Case, make_case
 from tests.execute.fault_matrix import flips, metadata_flips
 from tests.execute.faults import Converters, Faults, kill_anywhere, raising
@@ -150,7 +150,7 @@ def test_interrupted_work_is_resumed_and_equal(
 ) -> None:
     plan = case.plan(2)
     write_checkpoint(plan, case.files, Output(tmp_path / "good"))
-    monkeypatch.setattr("ckpt_tools.execute.work._WATCH_SECONDS", 0.0)
+    monkeypatch.setattr("ckpt_tools.execute.processes.threads._WATCH_SECONDS", 0.0)
     out = tmp_path / "out"
     with pytest.raises(Interrupted, match="--resume"):
         write_checkpoint(plan, case.files, Output(out), SMALL, progress=interrupt_once())
@@ -253,7 +253,7 @@ def test_replacing_keeps_the_old_until_the_new_is_in_place(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
 ) -> None:
     if not exchange:
-        monkeypatch.setattr("ckpt_tools.execute.publish.exchange", lambda a, b: False)
+        monkeypatch.setattr("ckpt_tools.execute.output.publish.exchange", lambda a, b: False)
     out = tmp_path / "out"
     write_checkpoint(case.plan(1), case.files, Output(out))
     with monkeypatch.context() as patch:

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt_tools.execute import in_step as module
-from ckpt_tools.execute.in_step import Seen, in_step
-from ckpt_tools.execute.read_box import BoxReader
-from ckpt_tools.execute.rounding import are_near, unlike
-from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.files import LocalFiles
+from ckpt_tools.execute.move.read_box import BoxReader
+from ckpt_tools.execute.proof import compare_blocks as module
+from ckpt_tools.execute.proof.compare_blocks import Seen, in_step
+from ckpt_tools.execute.proof.rounding import are_near, unlike
+from ckpt_tools.formats.dcp.metadata_read import read_catalog
+from ckpt_tools.formats.storage.files import LocalFiles
 from ckpt_tools.model.box import Box, full_box
-from ckpt_tools.model.casts import Array, float32_to_bfloat16
+from ckpt_tools.model.kernels.casts import Array, float32_to_bfloat16
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.model.views import Permute, Source
 from tests.synthetic import DcpFolder

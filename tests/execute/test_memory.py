@@ -18,8 +18,8 @@ SCRIPT = """
 import sys, threading
 from pathlib import Path
 from ckpt_tools.model.box import Box, full_box
-from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.files import open_files
+from ckpt_tools.formats.dcp.metadata_read import read_catalog
+from ckpt_tools.formats.storage.files import open_files
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.model.target import Source, Target, TargetTensor
 from ckpt_tools.model.views import Permute
@@ -53,8 +53,8 @@ print(peak[0] - before)
 WORKERS = (
     SCRIPT[: SCRIPT.index("here, dtype")]
     + """
-from ckpt_tools.execute.ranks import Ranks
-from ckpt_tools.execute.workers import shared_out
+from ckpt_tools.execute.processes.ranks import Ranks
+from ckpt_tools.execute.processes.workers import shared_out
 
 here, workers, budget = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 files = open_files(str(here / "in"))

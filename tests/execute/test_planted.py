@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from ckpt_tools.errors import CorruptCheckpointError, UsageError
-from ckpt_tools.execute.folders import Folder, Foreign
-from ckpt_tools.execute.journal import Journal
-from ckpt_tools.execute.publish import Staging
+from ckpt_tools.execute.output.folders import Folder, Foreign
+from ckpt_tools.execute.output.journal import Journal
+from ckpt_tools.execute.output.publish import Staging
 from ckpt_tools.execute.run import Output, write_checkpoint
-from ckpt_tools.formats.detect import TRACKER
+from ckpt_tools.formats.locate.detect import TRACKER
 from tests.execute.conftest import Case
 from tests.execute.test_faults import finished_but_unpublished
 from tests.execute.test_run import tree

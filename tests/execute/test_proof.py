@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 
 from ckpt_tools.errors import CorruptCheckpointError, Interrupted, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute import run
-from ckpt_tools.execute.proof import MOST_PIECES, Piece, Pieces, SourceProof, Stored
-from ckpt_tools.execute.prove import ProofReport, prove_rest
-from ckpt_tools.execute.ranks import Ranks
-from ckpt_tools.execute.read_box import read_box
+from ckpt_tools.execute.move.read_box import read_box
+from ckpt_tools.execute.processes.ranks import Ranks
+from ckpt_tools.execute.proof.payload_sums import MOST_PIECES, Piece, Pieces, SourceProof, Stored
+from ckpt_tools.execute.proof.prove_source import ProofReport, prove_rest
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
-from ckpt_tools.formats import crc
-from ckpt_tools.formats.container import find_tensor
-from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.files import LocalFiles
-from ckpt_tools.formats.open_files import open_files
+from ckpt_tools.formats.dcp.metadata_read import read_catalog
+from ckpt_tools.formats.storage import crc
+from ckpt_tools.formats.storage.files import LocalFiles
+from ckpt_tools.formats.storage.open_files import open_files
+from ckpt_tools.formats.torch_archive.item_reader import find_tensor
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Item
 from ckpt_tools.model.target import Target, TargetTensor
@@ -121,7 +121,7 @@ def test_any_shares_of_several_ranks_prove_the_same(
     shares: list[tuple[bytes, list[tuple[int, int]]]], damage: int, buffer: int
 ) -> None:
     """Each rank's ranges are cut to one record; what the ranks say goes through JSON, as in a job."""
-    from ckpt_tools.execute import prove
+    from ckpt_tools.execute.proof import prove_source as prove
 
     data = max((one for one, _ in shares), key=len)
     stored = Stored(ITEM, 0, len(data), crc.crc32(data) ^ damage)
@@ -241,7 +241,7 @@ def test_unproven_damage_of_a_whole_payload_still_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_least: int
 ) -> None:
     """It keeps the checksum of its writer on every way, so that the copy is as damaged as its source, not sound."""
-    monkeypatch.setattr("ckpt_tools.execute.stream.KERNEL_COPY_BYTES", at_least)
+    monkeypatch.setattr("ckpt_tools.execute.move.stream.KERNEL_COPY_BYTES", at_least)
     source = DcpFolder(tmp_path / "source")
     source.tensor("w", "float32", np.arange(40_000, dtype=np.float32).reshape(200, 200))
     source.tensor("small", "float32", np.arange(40, dtype=np.float32))
@@ -315,7 +315,7 @@ def stock_source(folder: Path, tensor: torch.Tensor, shape: tuple[int, ...], dty
     """A checkpoint whose tensor `w` is what torch pickles of `tensor`, as it is."""
     import io
 
-    from ckpt_tools.formats.dcp_metadata import metadata_bytes
+    from ckpt_tools.formats.dcp.metadata_write import metadata_bytes
     from ckpt_tools.model.transfers import OutputItem, TensorInfo
 
     buffer = io.BytesIO()
@@ -395,7 +395,7 @@ def test_lazy_bits_are_refused_by_name(tmp_path: Path, tensor: torch.Tensor, bit
 def test_elements_that_share_storage_do_not_fill_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt_tools.execute.source_reader._MAX_REPEATED_BYTES", 1000)
+    monkeypatch.setattr("ckpt_tools.execute.move.source_reader._MAX_REPEATED_BYTES", 1000)
     files = stock_source(tmp_path / "in", torch.arange(5.0).expand(60, 5), (60, 5), "float32")
     with pytest.raises(
         UnsupportedCheckpointError, match=r"^w: a tensor of 1200 bytes was saved over 20 bytes"

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from ckpt_tools.errors import StorageError, UsageError
-from ckpt_tools.execute import publish
-from ckpt_tools.execute.folders import exchange
-from ckpt_tools.execute.publish import Staging
+from ckpt_tools.execute.output import publish
+from ckpt_tools.execute.output.folders import exchange
+from ckpt_tools.execute.output.publish import Staging
 from ckpt_tools.execute.run import Output, write_checkpoint
-from ckpt_tools.formats.detect import TRACKER
+from ckpt_tools.formats.locate.detect import TRACKER
 from tests.execute.conftest import Case, make_case
 from tests.execute.test_run import tree
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.execute.ranks import Ranks, _first_host, connect
+from ckpt_tools.execute.processes.ranks import Ranks, _first_host, connect
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from tests.conftest import REPO
 from tests.execute.conftest import make_case
@@ -23,7 +23,7 @@ import json, os, sys
 from pathlib import Path
 from ckpt_tools.errors import CkptError, StorageError
 from ckpt_tools.execute import stream
-from ckpt_tools.execute.ranks import connect
+from ckpt_tools.execute.processes.ranks import connect
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from tests.execute.conftest import reopened_case
 

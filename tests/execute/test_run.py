@@ -23,19 +23,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, StorageError, UsageError
-from ckpt_tools.execute import stream
-from ckpt_tools.execute.read_box import BoxReader
+from ckpt_tools.execute.move import stream
+from ckpt_tools.execute.move.read_box import BoxReader
+from ckpt_tools.execute.processes.threads import _Todo
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
-from ckpt_tools.execute.work import _Todo
-from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.dcp_metadata import metadata_bytes
-from ckpt_tools.formats.detect import TRACKER
-from ckpt_tools.formats.open_files import open_files
-from ckpt_tools.formats.pickle_machine import Machine
-from ckpt_tools.formats.pickle_values import Object, Record
+from ckpt_tools.formats.dcp.metadata_read import read_catalog
+from ckpt_tools.formats.dcp.metadata_write import metadata_bytes
+from ckpt_tools.formats.locate.detect import TRACKER
+from ckpt_tools.formats.pickle.machine import Machine
+from ckpt_tools.formats.pickle.values import Object, Record
+from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.human import human_bytes
 from ckpt_tools.model.box import Box, full_box
-from ckpt_tools.model.casts import Array, numpy_dtype
+from ckpt_tools.model.kernels.casts import Array, numpy_dtype
 from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.model.transfers import Plan
 from ckpt_tools.model.views import Place, Select, Source, view_shape
@@ -160,7 +160,7 @@ def test_kernel_copies_equal_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     one = WriteOptions(threads=1)  # a payload that another thread has proven is copied unread
     proven = write_checkpoint(plan, case.files, Output(tmp_path / "proven"), one)
     assert proven.bytes_kernel_copied == 0  # what must be read is written as it was read
-    monkeypatch.setattr("ckpt_tools.execute.stream.KERNEL_COPY_BYTES", 1 << 60)
+    monkeypatch.setattr("ckpt_tools.execute.move.stream.KERNEL_COPY_BYTES", 1 << 60)
     report = write_checkpoint(plan, case.files, Output(tmp_path / "tiles"), unproven)
     assert report.bytes_kernel_copied == report.bytes_cloned == 0
     assert tree(tmp_path / "kernel") == tree(tmp_path / "tiles") == tree(tmp_path / "proven")
@@ -424,9 +424,9 @@ def test_joined_small_items_equal_the_general_way(tmp_path: Path, monkeypatch: p
     assert_equal(stock_load(tmp_path / "joined", plan), wanted)
     with monkeypatch.context() as patch:  # frames of another torch are left to the general way
         patch.setattr(
-            "ckpt_tools.execute.small.SmallCopies.archives", lambda self: iter([None] * len(self._items))
+            "ckpt_tools.execute.move.small.SmallCopies.archives", lambda self: iter([None] * len(self._items))
         )
-        patch.setattr("ckpt_tools.execute.source_reader.usual_item", lambda *_: None)
+        patch.setattr("ckpt_tools.execute.move.source_reader.usual_item", lambda *_: None)
         write_checkpoint(plan, files, Output(tmp_path / "one by one"))
     assert tree(tmp_path / "joined") == tree(tmp_path / "one by one")
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from ckpt_tools.commands.export_hf import export_hf
-from ckpt_tools.commands.export_options import ExportOptions
+from ckpt_tools.commands.huggingface.export_hf import export_hf
+from ckpt_tools.commands.huggingface.export_options import ExportOptions
 from ckpt_tools.errors import VerificationError
-from ckpt_tools.execute import uploads
-from ckpt_tools.execute.local_output import LocalOutput
-from ckpt_tools.execute.marker import MARKER, note_of
-from ckpt_tools.execute.remote_output import RemoteOutput
-from ckpt_tools.execute.source_reader import SourceReader
-from ckpt_tools.execute.uploads import Stretch
-from ckpt_tools.formats.open_files import open_files
+from ckpt_tools.execute.move.source_reader import SourceReader
+from ckpt_tools.execute.output import uploads
+from ckpt_tools.execute.output.local_output import LocalOutput
+from ckpt_tools.execute.output.marker import MARKER, note_of
+from ckpt_tools.execute.output.remote_output import RemoteOutput
+from ckpt_tools.execute.output.uploads import Stretch
+from ckpt_tools.formats.storage.open_files import open_files
 from tests.conftest import DATA
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"

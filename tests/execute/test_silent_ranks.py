@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from ckpt_tools.errors import StorageError
-from ckpt_tools.execute import heartbeat
-from ckpt_tools.execute.heartbeat import Line
+from ckpt_tools.execute.processes import heartbeat
+from ckpt_tools.execute.processes.heartbeat import Line
 from tests.conftest import REPO
 from tests.execute.conftest import make_case
 from tests.ports import free_port
@@ -30,7 +30,7 @@ import json, os, signal, sys, threading, time
 from pathlib import Path
 from ckpt_tools.errors import CkptError
 from ckpt_tools.execute import stream
-from ckpt_tools.execute.ranks import connect
+from ckpt_tools.execute.processes.ranks import connect
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from tests.execute.conftest import reopened_case
 

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, UnsupportedCheckpointError
-from ckpt_tools.formats.archive import payload_offset, read_directory, write_archive
-from ckpt_tools.formats.container import (
+from ckpt_tools.formats.dcp.metadata_read import read_catalog
+from ckpt_tools.formats.storage.files import Files
+from ckpt_tools.formats.storage.open_files import open_files
+from ckpt_tools.formats.torch_archive.item_reader import (
     StoredTensor,
     find_tensor,
     load_object,
@@ -21,10 +23,8 @@ from ckpt_tools.formats.container import (
     record_stretches,
     whole_file,
 )
-from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.files import Files
-from ckpt_tools.formats.frames import framed_tensor
-from ckpt_tools.formats.open_files import open_files
+from ckpt_tools.formats.torch_archive.tensor_template import framed_tensor
+from ckpt_tools.formats.torch_archive.zip_archive import payload_offset, read_directory, write_archive
 from ckpt_tools.model.catalog import Item
 from tests.conftest import fixture_dir
 from tests.formats.checkpoints import dcp_folders

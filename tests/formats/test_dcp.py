@@ -25,13 +25,13 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, UnsupportedCheckpointError
-from ckpt_tools.formats import dcp as reader
-from ckpt_tools.formats import lazy as lazy_entries
-from ckpt_tools.formats.dcp import METADATA, read_catalog
-from ckpt_tools.formats.open_files import open_files
-from ckpt_tools.formats.pickle_machine import Machine
-from ckpt_tools.formats.records import STORED, Layout, integer, integers
-from ckpt_tools.formats.save_plans import plan_problem
+from ckpt_tools.formats.dcp import lazy_entries
+from ckpt_tools.formats.dcp import metadata_read as reader
+from ckpt_tools.formats.dcp.metadata_read import METADATA, read_catalog
+from ckpt_tools.formats.dcp.save_plans import plan_problem
+from ckpt_tools.formats.pickle.machine import Machine
+from ckpt_tools.formats.pickle.packed_records import STORED, Layout, integer, integers
+from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.model.catalog import Catalog, Chunk
 from tests.conftest import fixture_dir
 from tests.formats.checkpoints import dcp_folders, stock_metadata

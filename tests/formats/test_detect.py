@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, UnsupportedCheckpointError, UsageError
-from ckpt_tools.formats.detect import locate
+from ckpt_tools.formats.locate.detect import locate
 from tests.conftest import fixture_dir
 
 LLAMA = "core019_llama_tp2_fully_reshardable"

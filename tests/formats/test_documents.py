@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ckpt_tools.formats.documents import (
+from ckpt_tools.formats.untrusted_documents import (
     MAX_YAML_BYTES,
     DocumentError,
     parse_json,

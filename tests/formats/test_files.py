@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.errors import CorruptCheckpointError
-from ckpt_tools.formats import files as module
-from ckpt_tools.formats.files import LocalFiles, _places_of, follow_links, read_whole
-from ckpt_tools.formats.open_files import open_files
+from ckpt_tools.formats.storage import files as module
+from ckpt_tools.formats.storage.files import LocalFiles, _places_of, follow_links, read_whole
+from ckpt_tools.formats.storage.open_files import open_files
 
 
 @pytest.fixture

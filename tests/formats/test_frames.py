@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.formats.container import find_tensor
-from ckpt_tools.formats.files import LocalFiles
-from ckpt_tools.formats.frames import framed_tensor, tensor_frame, usual_item
+from ckpt_tools.formats.storage.files import LocalFiles
+from ckpt_tools.formats.torch_archive.item_reader import find_tensor
+from ckpt_tools.formats.torch_archive.tensor_template import framed_tensor, tensor_frame, usual_item
 from ckpt_tools.model.catalog import Item
 from ckpt_tools.model.dtypes import ITEMSIZE
 

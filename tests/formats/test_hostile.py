@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.formats.container import load_object, whole_file
-from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.files import LocalFiles
+from ckpt_tools.formats.dcp.metadata_read import read_catalog
+from ckpt_tools.formats.storage.files import LocalFiles
+from ckpt_tools.formats.torch_archive.item_reader import load_object, whole_file
 from tests.conftest import DATA, REPO
 
 HOSTILE = DATA / "hostile"

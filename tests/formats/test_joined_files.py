@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.errors import CorruptCheckpointError
-from ckpt_tools.execute.journal import file_stamps
-from ckpt_tools.formats.files import LocalFiles
-from ckpt_tools.formats.joined_files import JoinedFiles, by_folder, joined_name, place_of
+from ckpt_tools.execute.output.journal import file_stamps
+from ckpt_tools.formats.storage.files import LocalFiles
+from ckpt_tools.formats.storage.joined_files import JoinedFiles, by_folder, joined_name, place_of
 
 
 @pytest.fixture

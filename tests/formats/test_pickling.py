@@ -18,12 +18,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.formats.container import StoredTensor, load_object, whole_file
-from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.files import Files
-from ckpt_tools.formats.open_files import open_files
-from ckpt_tools.formats.pickling import dump_archive
-from ckpt_tools.formats.unpickle import TorchDtype, stand_in
+from ckpt_tools.formats.dcp.metadata_read import read_catalog
+from ckpt_tools.formats.pickle.unpickle import TorchDtype, stand_in
+from ckpt_tools.formats.storage.files import Files
+from ckpt_tools.formats.storage.open_files import open_files
+from ckpt_tools.formats.torch_archive.item_reader import StoredTensor, load_object, whole_file
+from ckpt_tools.formats.torch_archive.object_writer import dump_archive
 from ckpt_tools.model.catalog import Item
 from tests.formats.checkpoints import dcp_folders
 

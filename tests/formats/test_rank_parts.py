@@ -15,15 +15,15 @@ import torch
 from safetensors.numpy import load_file, save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from ckpt_tools.commands.average import average_checkpoints
-from ckpt_tools.commands.diff import diff_checkpoints
-from ckpt_tools.commands.import_hf import import_hf
-from ckpt_tools.commands.verify import verify_checkpoint
+from ckpt_tools.commands.check.diff import diff_checkpoints
+from ckpt_tools.commands.check.verify import verify_checkpoint
+from ckpt_tools.commands.edit.average import average_checkpoints
+from ckpt_tools.commands.huggingface.import_hf import import_hf
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError
-from ckpt_tools.formats.rank_parts import lacking_files, what_is_not_told
-from ckpt_tools.formats.safetensors import read_safetensors_catalog
+from ckpt_tools.formats.safetensors.catalog import read_safetensors_catalog
+from ckpt_tools.formats.safetensors.rank_shards import lacking_files, what_is_not_told
 from ckpt_tools.model.box import Box, split_axes
-from ckpt_tools.verify.differences import DiffOptions
+from ckpt_tools.verify.compare.differences import DiffOptions
 from tests.commands.test_huggingface import CONFIGS, model
 
 HEAD = "lm_head.weight"

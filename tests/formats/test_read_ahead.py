@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.errors import CorruptCheckpointError, StorageError
-from ckpt_tools.formats import read_ahead as module
-from ckpt_tools.formats import requests
-from ckpt_tools.formats.read_ahead import REQUEST_BYTES, Range, ReadAhead, read_ahead, reading_ahead
+from ckpt_tools.formats.storage import io_pool as requests
+from ckpt_tools.formats.storage import prefetch as module
+from ckpt_tools.formats.storage.prefetch import REQUEST_BYTES, Range, ReadAhead, read_ahead, reading_ahead
 
 KIB = 1 << 10
 DATA = random.Random(2).randbytes(3 << 20)

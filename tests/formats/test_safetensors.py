@@ -19,14 +19,14 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
-from ckpt_tools.formats.open_files import open_files
-from ckpt_tools.formats.safetensors import (
+from ckpt_tools.formats.safetensors.catalog import (
     INDEX_FILE,
     SINGLE_FILE,
     read_safetensors_catalog,
     read_safetensors_header,
     unread_files,
 )
+from ckpt_tools.formats.storage.open_files import open_files
 from tests.fuzz.mutate import mutate
 from tests.fuzz.parsers import OneFile, seeds
 

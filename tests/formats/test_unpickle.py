@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from ckpt_tools.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedCheckpointError
-from ckpt_tools.formats.pickle_machine import Machine
-from ckpt_tools.formats.unpickle import StandIn, TorchDtype, load_pickle, stand_in
+from ckpt_tools.formats.pickle.machine import Machine
+from ckpt_tools.formats.pickle.unpickle import StandIn, TorchDtype, load_pickle, stand_in
 
 
 def load(data: bytes, trust: bool = False) -> Any:
@@ -63,7 +63,7 @@ REFUSED = [
     ("torch.storage", "_load_from_bytes"),
     ("functools", "reduce"),
     ("operator", "attrgetter"),
-    ("ckpt_tools.formats.files", "open_files"),
+    ("ckpt_tools.formats.storage.files", "open_files"),
     ("pathlib", "Path.unlink"),
     ("argparse", "Namespace.__class__"),
     ("megatronx", "y"),

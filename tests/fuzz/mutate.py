@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.formats.archive import payload_offset, read_directory, write_archive
+from ckpt_tools.formats.torch_archive.zip_archive import payload_offset, read_directory, write_archive
 from tests.fuzz.grammar import opcode, random_pickle
 
 NUMBERS = [

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.cli.commands import Commands
-from ckpt_tools.commands.export_hf import export_hf
+from ckpt_tools.commands.huggingface.export_hf import export_hf
 from tests.cli.options import OPTIONS
 from tests.conftest import DATA, fixture_dir
 

@@ -14,15 +14,19 @@ from contextlib import suppress
 from pathlib import Path
 from unittest.mock import patch
 
-from ckpt_tools.commands.group_map import load_group_map
+from ckpt_tools.commands.convert.group_map import load_group_map
 from ckpt_tools.errors import CkptError, CorruptCheckpointError
-from ckpt_tools.execute.source_reader import ChunkRef, SourceReader
-from ckpt_tools.formats import dcp
-from ckpt_tools.formats.container import find_tensor, load_object, outline_object
-from ckpt_tools.formats.files import LocalFiles
-from ckpt_tools.formats.frames import framed_tensor
-from ckpt_tools.formats.pickling import dump_archive
-from ckpt_tools.formats.safetensors import INDEX_FILE, read_safetensors_catalog, read_safetensors_header
+from ckpt_tools.execute.move.source_reader import ChunkRef, SourceReader
+from ckpt_tools.formats.dcp import metadata_read as dcp
+from ckpt_tools.formats.safetensors.catalog import (
+    INDEX_FILE,
+    read_safetensors_catalog,
+    read_safetensors_header,
+)
+from ckpt_tools.formats.storage.files import LocalFiles
+from ckpt_tools.formats.torch_archive.item_reader import find_tensor, load_object, outline_object
+from ckpt_tools.formats.torch_archive.object_writer import dump_archive
+from ckpt_tools.formats.torch_archive.tensor_template import framed_tensor
 from ckpt_tools.megatron.keys import strip_wrappers
 from ckpt_tools.megatron.param_groups import merge_map
 from ckpt_tools.model.box import full_box

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from ckpt_tools.errors import CkptError, MappingError
-from ckpt_tools.execute.journal import Journal
-from ckpt_tools.formats.documents import parse_json
-from ckpt_tools.megatron.huggingface.checks import Spec
-from ckpt_tools.megatron.huggingface.config import read_config
-from ckpt_tools.megatron.huggingface.families import FAMILIES
-from ckpt_tools.megatron.huggingface.identify import family_of_config
-from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
-from ckpt_tools.megatron.huggingface.rules import expand
-from ckpt_tools.megatron.huggingface.targets import export_targets, import_targets
+from ckpt_tools.execute.output.journal import Journal
+from ckpt_tools.formats.untrusted_documents import parse_json
+from ckpt_tools.megatron.huggingface.config.config import read_config
+from ckpt_tools.megatron.huggingface.families.families import FAMILIES
+from ckpt_tools.megatron.huggingface.families.identify import family_of_config
+from ckpt_tools.megatron.huggingface.families.rulefile import load_rule_file
+from ckpt_tools.megatron.huggingface.mapping.checks import Spec
+from ckpt_tools.megatron.huggingface.mapping.rules import expand
+from ckpt_tools.megatron.huggingface.mapping.targets import export_targets, import_targets
 from ckpt_tools.model.transfers import Plan
-from ckpt_tools.verify.job import parse_command, parse_yaml
+from ckpt_tools.verify.readiness.job import parse_command, parse_yaml
 
 Settings = Mapping[str, Any]
 BASE = {"vocab_size": 11, "hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.errors import MappingError
-from ckpt_tools.formats import metadata_kind
+from ckpt_tools.formats.dcp import metadata_kind
 from ckpt_tools.megatron import keys
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, Rows
 from ckpt_tools.megatron.fsdp_dtensor.tensors import model_tensors
@@ -198,10 +198,10 @@ def test_no_other_module_spells_a_key_as_a_pattern() -> None:
         if SPELLED.search(path.read_text()) and path.name != "keys.py"
     }
     assert found <= {
-        "formats/metadata_kind.py",  # tells the format from raw bytes, before there are keys
+        "formats/dcp/metadata_kind.py",  # tells the format from raw bytes, before there are keys
         "sharding/describe.py",
-        "commands/preflight.py",
-        "commands/picture.py",
+        "commands/check/preflight.py",
+        "commands/convert/picture.py",
     }
 
 
@@ -234,5 +234,5 @@ def test_buffers_keep_their_type_whatever_the_model_is_cast_to(leaf: str) -> Non
 
 def test_who_reads_keys_alone_pays_for_no_numbers() -> None:
     """`inspect` is asked for often, and numpy costs it a third of its time."""
-    program = "import sys, ckpt_tools.commands.inspect; sys.exit('numpy' in sys.modules)"
+    program = "import sys, ckpt_tools.commands.look.inspect; sys.exit('numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

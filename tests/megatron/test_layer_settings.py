@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.megatron.layer_settings import Layers, cut_settings
+from ckpt_tools.megatron.run_state.layer_settings import Layers, cut_settings
 
 BF16 = {"first_last_layers_bf16": True}
 BLOCKS = "heterogeneous_layers_config_encoded_json"

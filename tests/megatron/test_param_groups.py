@@ -11,7 +11,7 @@ from ckpt_tools.megatron.param_groups import (
     derive_memberships,
     merge_map,
 )
-from ckpt_tools.megatron.stored_values import optimizer_groups
+from ckpt_tools.megatron.run_state.stored_values import optimizer_groups
 from ckpt_tools.model.model import Parameter
 
 DECAY = {"wd_mult": 1.0, "is_expert_parallel": False, "lr": 0.1}

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError
-from ckpt_tools.formats.files import LocalFiles
+from ckpt_tools.formats.storage.files import LocalFiles
 from ckpt_tools.megatron.fsdp_dtensor.stored import packed_projections
-from ckpt_tools.megatron.record import (
+from ckpt_tools.megatron.run_state.record import (
     RECORD_FILE,
     Size,
     TargetRecord,

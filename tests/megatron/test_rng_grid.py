@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from ckpt_tools.errors import MappingError, UsageError
-from ckpt_tools.formats.unpickle import stand_in
-from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.formats.pickle.unpickle import stand_in
 from ckpt_tools.megatron.names import DIALECTS
-from ckpt_tools.megatron.record import Size
+from ckpt_tools.megatron.run_state.common_state import CommonState
+from ckpt_tools.megatron.run_state.record import Size
 from ckpt_tools.megatron.torch_dist.rng_grid import Grid, rng_grid, rng_objects
 
 MAIN, CORE_016, BRIDGE = (DIALECTS[name] for name in ("main", "core-0.16", "bridge"))

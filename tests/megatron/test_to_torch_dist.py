@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
-from ckpt_tools.formats.files import LocalFiles
-from ckpt_tools.formats.unpickle import TorchDtype, stand_in
-from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.formats.pickle.unpickle import TorchDtype, stand_in
+from ckpt_tools.formats.storage.files import LocalFiles
 from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpSource, FsdpTensor, read_fsdp_source
 from ckpt_tools.megatron.fsdp_dtensor.flatten import flatten, unflatten
 from ckpt_tools.megatron.fsdp_dtensor.read import fsdp_model
+from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.megatron.torch_dist.extra_state import extra_state_keys
 from ckpt_tools.megatron.torch_dist.stacking import stack_parameters
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions, build_torch_dist_target

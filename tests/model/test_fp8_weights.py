@@ -12,19 +12,23 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_tools.commands.convert_options import ConvertOptions
-from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.commands.convert.options import ConvertOptions
+from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.errors import VerificationError
-from ckpt_tools.execute.check_masters import MastersReport, check_masters
-from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.open_files import open_files
-from ckpt_tools.megatron.settings import ModelSettings, settings_from_args, settings_from_model_config
-from ckpt_tools.model import fp8_weights
+from ckpt_tools.execute.proof.check_masters import MastersReport, check_masters
+from ckpt_tools.formats.dcp.metadata_read import read_catalog
+from ckpt_tools.formats.storage.open_files import open_files
+from ckpt_tools.megatron.run_state.settings import (
+    ModelSettings,
+    settings_from_args,
+    settings_from_model_config,
+)
 from ckpt_tools.model.box import Box
-from ckpt_tools.model.casts import Array
 from ckpt_tools.model.choices import CheckLevel
-from ckpt_tools.model.fp8_weights import round_e4m3
+from ckpt_tools.model.kernels import fp8_weights
+from ckpt_tools.model.kernels.casts import Array
+from ckpt_tools.model.kernels.fp8_weights import round_e4m3
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.model.views import Source
 from tests.commands import oracle

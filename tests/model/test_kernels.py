@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.model.box import Box, full_box
-from ckpt_tools.model.casts import Array, cast, numpy_dtype
 from ckpt_tools.model.dtypes import Form
-from ckpt_tools.model.kernels import (
+from ckpt_tools.model.kernels.casts import Array, cast, numpy_dtype
+from ckpt_tools.model.kernels.kernel import (
     MINIFLOATS,
     Dequantize,
     JoinRemainder,

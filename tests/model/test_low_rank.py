@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.model import low_rank
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.dtypes import Form
-from ckpt_tools.model.kernels import Kernel
-from ckpt_tools.model.low_rank import AddLowRank
+from ckpt_tools.model.kernels import low_rank
+from ckpt_tools.model.kernels.kernel import Kernel
+from ckpt_tools.model.kernels.low_rank import AddLowRank
 from tests.model.test_kernels import by_tiles
 from tests.strategies import shapes, tilings
 

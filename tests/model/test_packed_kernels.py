@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.dtypes import Form
-from ckpt_tools.model.kernels import Dequantize, Kernel, Reshaped, reshaped
-from ckpt_tools.model.packed_kernels import DecodeMxfp4, UnpackInt4
+from ckpt_tools.model.kernels.kernel import Dequantize, Kernel, Reshaped, reshaped
+from ckpt_tools.model.kernels.packed import DecodeMxfp4, UnpackInt4
 from tests.model.test_kernels import by_tiles
 from tests.strategies import shapes, tilings
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.model.box import full_box
-from ckpt_tools.model.casts import Array
 from ckpt_tools.model.dtypes import Form
-from ckpt_tools.model.kernels import Dequantize, Kernel
-from ckpt_tools.model.quantize_kernels import BlockScales, QuantizeBlocks, e4m3_codes
+from ckpt_tools.model.kernels.casts import Array
+from ckpt_tools.model.kernels.kernel import Dequantize, Kernel
+from ckpt_tools.model.kernels.quantize import BlockScales, QuantizeBlocks, e4m3_codes
 from tests.model.test_kernels import by_tiles
 from tests.strategies import shapes, tilings
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_tools.commands.convert_options import ConvertOptions
-from ckpt_tools.commands.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.to_torch_dist import convert_to_torch_dist
+from ckpt_tools.commands.convert.options import ConvertOptions
+from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.convert.to_torch_dist import convert_to_torch_dist
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from tests.peers.releases import run_writer
 

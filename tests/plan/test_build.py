@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError
-from ckpt_tools.formats.archive import ALIGNMENT
-from ckpt_tools.formats.frames import tensor_frame
+from ckpt_tools.formats.torch_archive.tensor_template import tensor_frame
+from ckpt_tools.formats.torch_archive.zip_archive import ALIGNMENT
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog, Chunk, Item, TensorEntry
 from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTensor

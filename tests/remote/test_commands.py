@@ -10,7 +10,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.formats import store as store_module
+from ckpt_tools.formats.storage import object_store as store_module
 from tests.conftest import fixture_dir
 from tests.folders import content
 

@@ -10,8 +10,8 @@ import pytest
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.errors import StorageError
-from ckpt_tools.formats import store as store_module
-from ckpt_tools.formats.store import Store
+from ckpt_tools.formats.storage import object_store as store_module
+from ckpt_tools.formats.storage.object_store import Store
 from tests.ports import free_port
 from tests.remote.s3 import s3_environment
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from ckpt_tools.cli.app import run
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.run import Output, write_checkpoint
-from ckpt_tools.formats.open_files import open_files
-from ckpt_tools.formats.store import Store
+from ckpt_tools.formats.storage.object_store import Store
+from ckpt_tools.formats.storage.open_files import open_files
 from tests.execute.conftest import Case, make_case
 from tests.remote.s3 import Objects, s3_environment, s3_server
 

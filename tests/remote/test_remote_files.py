@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
-from ckpt_tools.formats import store as store_module
-from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.files import LocalFiles
-from ckpt_tools.formats.open_files import open_files
-from ckpt_tools.formats.read_ahead import REQUEST_BYTES
-from ckpt_tools.formats.remote import RemoteFiles
-from ckpt_tools.formats.store import Retry
+from ckpt_tools.formats.dcp.metadata_read import read_catalog
+from ckpt_tools.formats.storage import object_store as store_module
+from ckpt_tools.formats.storage.files import LocalFiles
+from ckpt_tools.formats.storage.object_store import Retry
+from ckpt_tools.formats.storage.open_files import open_files
+from ckpt_tools.formats.storage.prefetch import REQUEST_BYTES
+from ckpt_tools.formats.storage.remote import RemoteFiles
 from tests.conftest import fixture_dir
 from tests.execute.conftest import make_case
 from tests.execute.test_run import tree
@@ -301,7 +301,9 @@ def test_file_urls_are_local_files() -> None:
 
 
 def test_local_paths_do_not_import_fsspec() -> None:
-    code = "import sys, ckpt_tools.formats.files as f; f.open_files('/'); print('fsspec' in sys.modules)"
+    code = (
+        "import sys, ckpt_tools.formats.storage.files as f; f.open_files('/'); print('fsspec' in sys.modules)"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"
 

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from ckpt_tools.commands.outputs import place_parts
+from ckpt_tools.commands.job.outputs import place_parts
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UsageError
-from ckpt_tools.execute import remote_output
-from ckpt_tools.execute.marker import MARKER
-from ckpt_tools.execute.ranks import Ranks
+from ckpt_tools.execute.output import remote_output
+from ckpt_tools.execute.output.marker import MARKER
+from ckpt_tools.execute.output.uploads import share_of_files
+from ckpt_tools.execute.processes.ranks import Ranks
 from ckpt_tools.execute.run import Output, WriteReport, write_checkpoint
-from ckpt_tools.execute.uploads import share_of_files
 from ckpt_tools.execute.write_job import METADATA
-from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.open_files import open_files
+from ckpt_tools.formats.dcp.metadata_read import read_catalog
+from ckpt_tools.formats.storage.open_files import open_files
 from tests.execute.conftest import Case, make_case
 
 WORLD = 3
@@ -84,7 +84,7 @@ def breaking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, Excepti
 
 
 def _quick_store(location: str) -> Any:
-    from ckpt_tools.formats.store import Retry, Store
+    from ckpt_tools.formats.storage.object_store import Retry, Store
 
     return Store(location, Retry(attempts=3, pause=0.001))
 

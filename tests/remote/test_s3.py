@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tools.commands.copy import CopyOptions, copy_checkpoint
+from ckpt_tools.commands.edit.copy import CopyOptions, copy_checkpoint
 from ckpt_tools.errors import StorageError, UnsupportedCheckpointError
-from ckpt_tools.execute import uploads
+from ckpt_tools.execute.output import uploads
 from ckpt_tools.execute.run import Output, write_checkpoint
-from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.files import LocalFiles
-from ckpt_tools.formats.open_files import open_files
-from ckpt_tools.formats.remote import RemoteFiles
-from ckpt_tools.formats.store import Retry
+from ckpt_tools.formats.dcp.metadata_read import read_catalog
+from ckpt_tools.formats.storage.files import LocalFiles
+from ckpt_tools.formats.storage.object_store import Retry
+from ckpt_tools.formats.storage.open_files import open_files
+from ckpt_tools.formats.storage.remote import RemoteFiles
 from tests.conftest import fixture_dir
 from tests.execute.conftest import make_case
 from tests.remote.s3 import (

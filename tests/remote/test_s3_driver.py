@@ -16,8 +16,8 @@ import pytest
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.errors import StorageError, UsageError
-from ckpt_tools.formats.s3 import _fill
-from ckpt_tools.formats.store import Retry, Store
+from ckpt_tools.formats.storage.object_store import Retry, Store
+from ckpt_tools.formats.storage.s3 import _fill
 from tests.conftest import REPO
 from tests.remote.s3 import (
     BUSY,
@@ -196,7 +196,7 @@ def test_an_upload_survives(fault: str, at: str, proxy: FaultProxy) -> None:
 
 def test_all_pages_of_uploads_are_aborted(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """moto lists all uploads at once: what it lists is cut here as S3 does."""
-    from ckpt_tools.formats.s3 import S3Driver
+    from ckpt_tools.formats.storage.s3 import S3Driver
 
     original, pages = S3Driver._ask, []
 
@@ -256,7 +256,7 @@ def test_no_credentials(
 FORKED = """
 import os, sys, threading
 from concurrent.futures import ThreadPoolExecutor
-from ckpt_tools.formats.store import Store
+from ckpt_tools.formats.storage.object_store import Store
 store, whole = Store("s3://box/fork"), sys.stdin.buffer.read()
 
 def read(start):
@@ -296,7 +296,7 @@ def test_processes_that_were_forked_share_no_connection(proxy: FaultProxy) -> No
 def test_what_is_imported() -> None:
     """Neither fsspec for s3://, nor botocore for anything else."""
     code = (
-        "import sys; from ckpt_tools.formats.store import Store; Store(sys.argv[1]); "
+        "import sys; from ckpt_tools.formats.storage.object_store import Store; Store(sys.argv[1]); "
         "print(*sorted({'fsspec', 'botocore', 'boto3'} & set(sys.modules)))"
     )
     environment = {**os.environ, "FSSPEC_CONFIG_DIR": "/nowhere"}

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from ckpt_tools.errors import CorruptCheckpointError, Interrupted, StorageError, UsageError
-from ckpt_tools.execute import uploads
-from ckpt_tools.execute.marker import MARKER
+from ckpt_tools.execute.output import uploads
+from ckpt_tools.execute.output.marker import MARKER
+from ckpt_tools.execute.output.uploads import Stretch
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
-from ckpt_tools.execute.uploads import Stretch
 from ckpt_tools.execute.write_job import METADATA
-from ckpt_tools.formats import s3
-from ckpt_tools.formats.store import Store
+from ckpt_tools.formats.storage import s3
+from ckpt_tools.formats.storage.object_store import Store
 from tests.conftest import REPO
 from tests.execute.conftest import Case, make_case
 from tests.ports import free_port
@@ -175,7 +175,7 @@ import os, signal, sys
 from pathlib import Path
 from ckpt_tools.errors import CkptError
 from ckpt_tools.execute import heartbeat, ranks as waiting, uploads
-from ckpt_tools.execute.ranks import connect
+from ckpt_tools.execute.processes.ranks import connect
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.execute.write_job import METADATA
 from tests.execute.conftest import reopened_case

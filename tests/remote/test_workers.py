@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.execute import uploads
-from ckpt_tools.execute.marker import MARKER
-from ckpt_tools.execute.ranks import Ranks
+from ckpt_tools.execute.output import uploads
+from ckpt_tools.execute.output.marker import MARKER
+from ckpt_tools.execute.output.uploads import Stretch, share_of, stretches
+from ckpt_tools.execute.processes.ranks import Ranks
+from ckpt_tools.execute.processes.workers import shared_out
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
-from ckpt_tools.execute.uploads import Stretch, share_of, stretches
-from ckpt_tools.execute.workers import shared_out
 from ckpt_tools.execute.write_job import METADATA
 from tests.conftest import REPO
 from tests.execute.conftest import Case, make_case
@@ -29,9 +29,9 @@ import os, sys
 from pathlib import Path
 from ckpt_tools.errors import CkptError
 from ckpt_tools.execute import stream, uploads
-from ckpt_tools.execute.ranks import Ranks
+from ckpt_tools.execute.processes.ranks import Ranks
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
-from ckpt_tools.execute.workers import shared_out
+from ckpt_tools.execute.processes.workers import shared_out
 from tests.execute.conftest import reopened_case
 
 source, out, workers, fault, how, files = sys.argv[1:]

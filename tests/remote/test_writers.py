@@ -11,13 +11,13 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UsageError
-from ckpt_tools.execute import marker, remote_output
-from ckpt_tools.execute.marker import MARKER
+from ckpt_tools.execute.output import marker, remote_output
+from ckpt_tools.execute.output.marker import MARKER
+from ckpt_tools.execute.output.uploads import Stretch, Uploads
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
-from ckpt_tools.execute.uploads import Stretch, Uploads
-from ckpt_tools.formats import store as store_module
-from ckpt_tools.formats.dcp import METADATA
-from ckpt_tools.formats.store import Store
+from ckpt_tools.formats.dcp.metadata_read import METADATA
+from ckpt_tools.formats.storage import object_store as store_module
+from ckpt_tools.formats.storage.object_store import Store
 from tests.execute.conftest import Case, make_case
 
 OUT = Output("memory://out/run", beside={"tracker": b"7"}, extra_files={"extra": b"a"})

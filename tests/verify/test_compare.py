@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.model.casts import float32_to_bfloat16, raw_dtype
 from ckpt_tools.model.choices import NanPolicy
-from ckpt_tools.verify.compare import Comparison, Extremes, Tolerance, to_float64, ulp_distance
+from ckpt_tools.model.kernels.casts import float32_to_bfloat16, raw_dtype
+from ckpt_tools.verify.compare.arrays import Comparison, Extremes, Tolerance, to_float64, ulp_distance
 
 WIDTHS: dict[str, Any] = {"bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
 INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000, "float64": 0x7FF0000000000000}

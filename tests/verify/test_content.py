@@ -19,15 +19,15 @@ from safetensors.numpy import save_file
 from torch.distributed import checkpoint as dcp
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
-from ckpt_tools.formats.container import load_object, whole_file
-from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.files import LocalFiles
+from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.formats.dcp.metadata_read import read_catalog
+from ckpt_tools.formats.storage.files import LocalFiles
+from ckpt_tools.formats.torch_archive.item_reader import load_object, whole_file
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.dtypes import ITEMSIZE
 from ckpt_tools.model.target import InlineTensor
-from ckpt_tools.verify.parts import parts_of
-from ckpt_tools.verify.values import Census
+from ckpt_tools.verify.content.parts import parts_of
+from ckpt_tools.verify.content.values import Census
 from tests.conftest import DATA
 from tests.damage import ITERATION, copy_of, flip_bit, infos_of, metadata_of, payload_of
 from tests.synthetic import DcpFolder
@@ -237,7 +237,7 @@ def test_the_report_does_not_depend_on_parts_nor_on_whether_a_frame_is_known(nam
     errors = [(f.check, f.where.split(" ")[0]) for f in damaged.findings if f.severity == "error"]
     assert {where for check, where in errors if check == "checksums"} == set(long)
     assert ("values", long[0]) in errors
-    monkeypatch.setattr("ckpt_tools.verify.content._PART_BYTES", 512)
+    monkeypatch.setattr("ckpt_tools.verify.content.content._PART_BYTES", 512)
     assert _report_of(root) == damaged
     for room in ("content", "structure"):
         monkeypatch.setattr(f"ckpt_tools.verify.{room}.usual_item", lambda *_: None)
@@ -248,7 +248,7 @@ def test_the_report_does_not_depend_on_parts_nor_on_whether_a_frame_is_known(nam
 
 def test_parts_of_a_file_that_is_cut_are_one_problem(tmp_path, monkeypatch):
     root = copy_of("core019_llama_tp2_fully_reshardable", tmp_path)
-    monkeypatch.setattr("ckpt_tools.verify.content._PART_BYTES", 512)
+    monkeypatch.setattr("ckpt_tools.verify.content.content._PART_BYTES", 512)
     catalog = read_catalog(LocalFiles(str(root / ITERATION)))
     key, entry = max(catalog.tensors.items(), key=lambda pair: pair[1].chunks[0].item.length)
     item = entry.chunks[0].item
@@ -266,7 +266,7 @@ def test_parts_of_tensors_without_a_frame(tmp_path, monkeypatch):
     save_file({"w": values, "none": np.ones((0, 3), np.float32)}, tmp_path / "model.safetensors")
     whole = _report_of(tmp_path)
     assert "2 NaN and 1 infinite of 3000" in "".join(f.message for f in whole.findings)
-    monkeypatch.setattr("ckpt_tools.verify.content._PART_BYTES", 512)
+    monkeypatch.setattr("ckpt_tools.verify.content.content._PART_BYTES", 512)
     assert _report_of(tmp_path) == whole
 
 

@@ -16,10 +16,10 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.diff import diff_checkpoints
+from ckpt_tools.commands.check.diff import diff_checkpoints
 from ckpt_tools.errors import UsageError
-from ckpt_tools.verify.compare import Tolerance
-from ckpt_tools.verify.differences import DiffOptions
+from ckpt_tools.verify.compare.arrays import Tolerance
+from ckpt_tools.verify.compare.differences import DiffOptions
 from tests.conftest import fixture_dir
 from tests.damage import copy_of, drop_key, metadata_of
 

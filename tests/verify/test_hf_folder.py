@@ -16,13 +16,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.hf_parts import without_frequencies
-from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
-from ckpt_tools.formats.files import LocalFiles
-from ckpt_tools.formats.safetensors import read_safetensors_catalog
-from ckpt_tools.megatron.huggingface.identify import NUMBER
+from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.commands.huggingface.hf_parts import without_frequencies
+from ckpt_tools.formats.safetensors.catalog import read_safetensors_catalog
+from ckpt_tools.formats.storage.files import LocalFiles
+from ckpt_tools.megatron.huggingface.families.identify import NUMBER
 from ckpt_tools.model.catalog import TensorEntry
-from ckpt_tools.verify.hf_names import check_hf_names
+from ckpt_tools.verify.checkpoint.hf_names import check_hf_names
 from ckpt_tools.verify.report import Finding
 from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.megatron.huggingface import vision_language

@@ -7,14 +7,22 @@ from typing import Any
 
 import pytest
 
-from ckpt_tools.commands.launch import launch
-from ckpt_tools.commands.preflight import run_rule
+from ckpt_tools.commands.check.launch import launch
+from ckpt_tools.commands.check.preflight import run_rule
 from ckpt_tools.errors import UsageError
-from ckpt_tools.verify.facts import Facts, Stored
-from ckpt_tools.verify.job import PROGRAMS, VERSIONS, Job, command_words, merge, parse_command, parse_yaml
-from ckpt_tools.verify.job_settings import checked_settings
-from ckpt_tools.verify.load_rules import RULES
-from ckpt_tools.verify.megatron_args import (
+from ckpt_tools.verify.readiness.facts import Facts, Stored
+from ckpt_tools.verify.readiness.job import (
+    PROGRAMS,
+    VERSIONS,
+    Job,
+    command_words,
+    merge,
+    parse_command,
+    parse_yaml,
+)
+from ckpt_tools.verify.readiness.job_settings import checked_settings
+from ckpt_tools.verify.readiness.load_rules import RULES
+from ckpt_tools.verify.readiness.megatron_args import (
     defaults_of,
     flag_words,
     flags_of,

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_tools.commands import verify_masters
-from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
-from ckpt_tools.execute.check_masters import MastersReport, compare_all_masters
-from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.files import LocalFiles
-from ckpt_tools.verify.master_pairs import master_pairs
+from ckpt_tools.commands.check import verify_masters
+from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.execute.proof.check_masters import MastersReport, compare_all_masters
+from ckpt_tools.formats.dcp.metadata_read import read_catalog
+from ckpt_tools.formats.storage.files import LocalFiles
+from ckpt_tools.verify.content.master_pairs import master_pairs
 from ckpt_tools.verify.report import Report
 from tests.conftest import LLAMA, REPO
 from tests.damage import ITERATION, copy_of, payload_of, replace_chunk
@@ -68,10 +68,10 @@ def test_the_report_is_that_of_two_passes(
     root = copy_of(LLAMA, tmp_path)
     _set(root, MASTER, "float32", masters)
     _set(root, WEIGHT, "bfloat16", weights)
-    monkeypatch.setattr("ckpt_tools.verify.scan._BESIDE_ELEMS", 100)
-    monkeypatch.setattr("ckpt_tools.verify.content._PART_BYTES", 2048)
+    monkeypatch.setattr("ckpt_tools.verify.content.scan._BESIDE_ELEMS", 100)
+    monkeypatch.setattr("ckpt_tools.verify.content.content._PART_BYTES", 2048)
     beside = _report(root)
-    monkeypatch.setattr("ckpt_tools.verify.master_pairs.master_pairs", lambda _: {})
+    monkeypatch.setattr("ckpt_tools.verify.content.master_pairs.master_pairs", lambda _: {})
     assert _report(root) == beside
     assert beside.is_valid == ((not masters and not weights) or masters == weights == {5: 2.0})
 
@@ -91,7 +91,7 @@ def test_so_it_is_of_damaged_files(
             file.write(b"\x41")
     beside = _report(root)
     assert not beside.is_valid
-    monkeypatch.setattr("ckpt_tools.verify.master_pairs.master_pairs", lambda _: {})
+    monkeypatch.setattr("ckpt_tools.verify.content.master_pairs.master_pairs", lambda _: {})
     assert _report(root) == beside
 
 

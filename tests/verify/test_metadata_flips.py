@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ckpt_tools.commands.verify import verify_checkpoint
+from ckpt_tools.commands.check.verify import verify_checkpoint
 from ckpt_tools.errors import CkptError
 from tests.conftest import fixture_dir
 from tests.damage import ITERATION, copy_of, metadata_of
@@ -177,9 +177,9 @@ def test_planner_data_fits_the_keys(change, tmp_path):
 
 def test_shapes_before_flattening_have_as_many_elements(tmp_path):
     """`mcore_data` of a class that only Megatron has, so it is read and written through placeholders."""
-    from ckpt_tools.formats.dcp import read_catalog
-    from ckpt_tools.formats.files import LocalFiles
-    from ckpt_tools.verify.structure import check_planner
+    from ckpt_tools.formats.dcp.metadata_read import read_catalog
+    from ckpt_tools.formats.storage.files import LocalFiles
+    from ckpt_tools.verify.checkpoint.structure import check_planner
 
     root = copy_of("v015_dense_ms_tp2_dp2", tmp_path)
     folder = next(root.rglob(".metadata")).parent

@@ -11,11 +11,11 @@ import struct
 
 import pytest
 
-from ckpt_tools.commands.diff import diff_checkpoints
-from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.commands.check.diff import diff_checkpoints
+from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.errors import CkptError
-from ckpt_tools.megatron.common_state import CommonState
-from ckpt_tools.verify import meaning
+from ckpt_tools.megatron.run_state.common_state import CommonState
+from ckpt_tools.verify.checkpoint import meaning
 from tests.conftest import all_checkpoints, fixture_dir
 from tests.damage import (
     ITERATION,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_tools.verify.counters import _contradictions, _is_count, _of_optimizer
+from ckpt_tools.verify.checkpoint.counters import _contradictions, _is_count, _of_optimizer
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), 1 << 63, float("inf"), float("nan"), "2", None])

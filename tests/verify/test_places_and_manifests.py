@@ -9,8 +9,8 @@ import shutil
 import pytest
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.ls import list_run
-from ckpt_tools.commands.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.commands.look.ls import list_run
 from ckpt_tools.megatron.torch_dist.object_grids import object_grids
 from tests.cases import cases as cases  # noqa: PLC0414  a fixture
 from tests.conftest import fixture_dir

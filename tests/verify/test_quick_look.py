@@ -7,18 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt_tools.commands.diff import DiffRequest, diff_checkpoints
-from ckpt_tools.execute import check_masters
-from ckpt_tools.execute.check_masters import compare_masters
-from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.files import LocalFiles
+from ckpt_tools.commands.check.diff import DiffRequest, diff_checkpoints
+from ckpt_tools.execute.proof import check_masters
+from ckpt_tools.execute.proof.check_masters import compare_masters
+from ckpt_tools.formats.dcp.metadata_read import read_catalog
+from ckpt_tools.formats.storage.files import LocalFiles
 from ckpt_tools.model.box import Box, full_box
-from ckpt_tools.model.casts import Array, float32_to_bfloat16
+from ckpt_tools.model.kernels.casts import Array, float32_to_bfloat16
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.model.views import Source
-from ckpt_tools.verify import differences
-from ckpt_tools.verify.compare import Tolerance
-from ckpt_tools.verify.differences import DiffOptions
+from ckpt_tools.verify.compare import differences
+from ckpt_tools.verify.compare.arrays import Tolerance
+from ckpt_tools.verify.compare.differences import DiffOptions
 from tests.synthetic import DcpFolder
 
 SHAPE = (24, 40)

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.opened import open_checkpoint
-from ckpt_tools.commands.verify import verify_checkpoint
-from ckpt_tools.verify.meaning import fsdp_weights, torch_dist_weights
-from ckpt_tools.verify.settings_fit import check_settings
+from ckpt_tools.commands.check.verify import verify_checkpoint
+from ckpt_tools.commands.job.opened import open_checkpoint
+from ckpt_tools.verify.checkpoint.meaning import fsdp_weights, torch_dist_weights
+from ckpt_tools.verify.checkpoint.settings_fit import check_settings
 from tests.commands import oracle
 from tests.conftest import all_checkpoints, fixture_dir
 from tests.damage import copy_of, keys_with, metadata_of, replace_chunk

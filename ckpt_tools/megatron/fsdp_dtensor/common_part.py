@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import MappingError, list_problems
-from ckpt_tools.megatron.bridge import ARGS_FROM_MODEL_CONFIG, args_from_model_config
 from ckpt_tools.megatron.fsdp_dtensor.flatten import leaves
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter
 from ckpt_tools.megatron.fsdp_dtensor.tensors import rng_items
 from ckpt_tools.megatron.names import DIALECTS, MTP_DISK, MTP_LIVE, Dialect
 from ckpt_tools.megatron.param_groups import Membership
+from ckpt_tools.megatron.run_state.bridge import ARGS_FROM_MODEL_CONFIG, args_from_model_config
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.target import InlineTensor, TargetObject, TargetTensor
 

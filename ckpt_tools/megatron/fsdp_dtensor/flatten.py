@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
-from ckpt_tools.formats.container import StoredTensor
+from ckpt_tools.formats.torch_archive.item_reader import StoredTensor
 from ckpt_tools.model.target import InlineTensor, TargetObject
 
 Path: TypeAlias = tuple[str | int, ...]

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_tools.errors import MappingError, UsageError
-from ckpt_tools.formats.unpickle import StandIn
-from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.formats.pickle.unpickle import StandIn
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.keys import BUFFERS
 from ckpt_tools.megatron.param_groups import Group
+from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.model.catalog import Made, TensorEntry, Value, made_entry
 from ckpt_tools.model.dtypes import CASTABLE
-from ckpt_tools.model.kernels import Zeros
+from ckpt_tools.model.kernels.kernel import Zeros
 from ckpt_tools.model.model import Model, Parameter
 from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.views import Source

@@ -11,8 +11,8 @@ from ckpt_tools.megatron.fsdp_dtensor.stored import StoredParameter, stored_para
 from ckpt_tools.megatron.fsdp_dtensor.tensors import TORCH_ADAM_FIELDS
 from ckpt_tools.megatron.keys import BUFFERS, split_expert, split_projection
 from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, stored_name
-from ckpt_tools.megatron.settings import read_settings, training_dtype
-from ckpt_tools.megatron.stored_values import optimizer_groups
+from ckpt_tools.megatron.run_state.settings import read_settings, training_dtype
+from ckpt_tools.megatron.run_state.stored_values import optimizer_groups
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states
 from ckpt_tools.model.catalog import Value
 from ckpt_tools.model.choices import LayerSpec

@@ -13,7 +13,7 @@ from ckpt_tools.errors import MappingError, UsageError, list_problems
 from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpSource
 from ckpt_tools.megatron.fsdp_dtensor.stored import StoredParameter, packed_projections, stored_parameters
 from ckpt_tools.megatron.keys import STEP, parameter_of, rng_key, role_of
-from ckpt_tools.megatron.record import Size
+from ckpt_tools.megatron.run_state.record import Size
 from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.target import Target, TargetObject, TargetTensor
 from ckpt_tools.model.views import Narrow, Place, Source

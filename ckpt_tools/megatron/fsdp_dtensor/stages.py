@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.keys import decoder_layer
+from ckpt_tools.megatron.run_state.common_state import CommonState
 
 ISSUE = "MLM#7452"
 

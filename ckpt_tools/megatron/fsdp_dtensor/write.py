@@ -37,7 +37,7 @@ from ckpt_tools.megatron.names import (
     dialect_for,
 )
 from ckpt_tools.megatron.param_groups import Membership, derive_memberships, merge_map, rules_from_args
-from ckpt_tools.megatron.record import Size
+from ckpt_tools.megatron.run_state.record import Size
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states
 from ckpt_tools.megatron.torch_dist.other_optimizers import mixes_lion_and_adam
 from ckpt_tools.megatron.torch_dist.slices import layer_counts

@@ -18,11 +18,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckpt_tools.errors import MappingError, list_problems
-from ckpt_tools.formats.container import load_object
-from ckpt_tools.formats.files import Files
-from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.formats.storage.files import Files
+from ckpt_tools.formats.torch_archive.item_reader import load_object
 from ckpt_tools.megatron.keys import bucket_object
-from ckpt_tools.megatron.stored_values import only_one, optimizer_groups
+from ckpt_tools.megatron.run_state.common_state import CommonState
+from ckpt_tools.megatron.run_state.stored_values import only_one, optimizer_groups
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.model import Parameter
 from ckpt_tools.model.roles import MASTER

@@ -14,13 +14,19 @@ from ckpt_tools.errors import (
     VerificationError,
     list_problems,
 )
-from ckpt_tools.formats.container import StoredTensor, load_object
-from ckpt_tools.formats.files import Files
-from ckpt_tools.formats.left_out import leave_out
-from ckpt_tools.megatron.common_state import CommonState, read_common_state
+from ckpt_tools.formats.key_filter import leave_out
+from ckpt_tools.formats.storage.files import Files
+from ckpt_tools.formats.torch_archive.item_reader import StoredTensor, load_object
 from ckpt_tools.megatron.keys import COMMON_OBJECT, bucket_object, is_optimizer_key, rng_shard
-from ckpt_tools.megatron.settings import read_settings
-from ckpt_tools.megatron.stored_values import fields_at, number_of, only_one, optimizer_groups, rng_at
+from ckpt_tools.megatron.run_state.common_state import CommonState, read_common_state
+from ckpt_tools.megatron.run_state.settings import read_settings
+from ckpt_tools.megatron.run_state.stored_values import (
+    fields_at,
+    number_of,
+    only_one,
+    optimizer_groups,
+    rng_at,
+)
 from ckpt_tools.megatron.torch_dist.object_grids import object_grids
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import Share, by_threads
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from ckpt_tools.errors import MappingError, UsageError
-from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.keys import shard_key
 from ckpt_tools.megatron.names import Dialect
-from ckpt_tools.megatron.record import Size
+from ckpt_tools.megatron.run_state.common_state import CommonState
+from ckpt_tools.megatron.run_state.record import Size
 from ckpt_tools.model.target import TargetObject
 
 # Of a size of the job that is given where nothing written depends on it.

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 from ckpt_tools.errors import MappingError, list_problems
-from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.keys import HALVES, is_of_transformers, layer_of, split_half, stacked_layers
+from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.megatron.torch_dist.slices import missing_layers
 from ckpt_tools.model.catalog import Value
 from ckpt_tools.model.model import Parameter

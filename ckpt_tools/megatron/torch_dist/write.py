@@ -18,7 +18,7 @@ from typing import Any
 from ckpt_tools.errors import MappingError, UsageError, list_problems
 from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, state_role
 from ckpt_tools.megatron.names import BRIDGE, Dialect, dialect_for
-from ckpt_tools.megatron.record import Size, TargetRecord
+from ckpt_tools.megatron.run_state.record import Size, TargetRecord
 from ckpt_tools.megatron.torch_dist.extra_state import extra_state_keys
 from ckpt_tools.megatron.torch_dist.groups import rebuild_optimizer
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.commands.opened import open_checkpoint
+from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.errors import MappingError
-from ckpt_tools.formats.detect import locate
+from ckpt_tools.formats.locate.detect import locate
 from ckpt_tools.megatron.dcp.index_names import OpenChoiceError, name_numbers
 from ckpt_tools.megatron.dcp.read import megatron_fields, owners
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict

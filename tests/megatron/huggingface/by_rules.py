@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from ckpt_tools.errors import MappingError
-from ckpt_tools.megatron.huggingface.config import read_config
-from ckpt_tools.megatron.huggingface.families import FAMILIES
-from ckpt_tools.megatron.huggingface.identify import family_of_config
-from ckpt_tools.megatron.huggingface.rules import Family, expand
-from ckpt_tools.megatron.huggingface.targets import Exported, Imported, export_targets, import_targets
+from ckpt_tools.megatron.huggingface.config.config import read_config
+from ckpt_tools.megatron.huggingface.families.families import FAMILIES
+from ckpt_tools.megatron.huggingface.families.identify import family_of_config
+from ckpt_tools.megatron.huggingface.mapping.rules import Family, expand
+from ckpt_tools.megatron.huggingface.mapping.targets import Exported, Imported, export_targets, import_targets
 from tests.megatron.huggingface.materialise import Arrays, materialise, specs
 
 BASE = {"vocab_size": 11, "hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4,

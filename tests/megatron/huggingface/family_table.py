@@ -6,9 +6,9 @@ compare it with what is there.
 
 from __future__ import annotations
 
-from ckpt_tools.megatron.huggingface.families import FAMILIES
-from ckpt_tools.megatron.huggingface.identify import without_modules
-from ckpt_tools.megatron.huggingface.vision_language import vision_language, vision_language_types
+from ckpt_tools.megatron.huggingface.families.families import FAMILIES
+from ckpt_tools.megatron.huggingface.families.identify import without_modules
+from ckpt_tools.megatron.huggingface.vision.vision_language import vision_language, vision_language_types
 from tests.conftest import DATA, REPO
 from tests.megatron.huggingface.models import CONFIGS, NOT_IN_MEGATRON, family_of
 from tests.peers.test_vision_language import CASES as BRIDGE
@@ -26,7 +26,7 @@ WHOLE = """
 ## Vision-language models
 
 With all their towers, in checkpoints of Megatron-Bridge's models; rules for vision tower and projector stand in
-`ckpt_tools/megatron/huggingface/family_files/vision_language`, with the fields of config.json that change what they
+`ckpt_tools/megatron/huggingface/vision/model_files`, with the fields of config.json that change what they
 compute: a run and a config.json with different ones are not taken for one model. Cells as above, logits with an image
 among the tokens.
 

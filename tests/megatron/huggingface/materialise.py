@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_tools.megatron.huggingface.checks import Spec
+from ckpt_tools.megatron.huggingface.mapping.checks import Spec
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.model.views import chunk_piece, push_piece, view_shape

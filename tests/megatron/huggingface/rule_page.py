@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ckpt_tools.megatron.huggingface import rulefile
-from ckpt_tools.megatron.huggingface.file_places import first_line
-from ckpt_tools.megatron.huggingface.forms import DEFAULTS, FORMS
-from ckpt_tools.megatron.huggingface.layouts import JOINED, LAYOUTS
-from ckpt_tools.megatron.huggingface.pieces import pieces
-from ckpt_tools.megatron.huggingface.rules import CONDITIONS, DIMENSIONS
+from ckpt_tools.megatron.huggingface.families import rulefile
+from ckpt_tools.megatron.huggingface.families.file_places import first_line
+from ckpt_tools.megatron.huggingface.families.forms import DEFAULTS, FORMS
+from ckpt_tools.megatron.huggingface.families.pieces import pieces
+from ckpt_tools.megatron.huggingface.mapping.layouts import JOINED, LAYOUTS
+from ckpt_tools.megatron.huggingface.mapping.rules import CONDITIONS, DIMENSIONS
 from tests.conftest import REPO
 
 PAGE = REPO / ".github" / "docs" / "formats" / "rule-files.md"

@@ -8,22 +8,22 @@ from typing import Any
 import pytest
 
 from ckpt_tools.errors import MappingError
-from ckpt_tools.megatron.huggingface.config import (
+from ckpt_tools.megatron.huggingface.config.config import (
     in_v4_form,
     keep_reference,
     read_config,
     reconcile,
     write_config,
 )
-from ckpt_tools.megatron.huggingface.config_fields import REQUIRED
-from ckpt_tools.megatron.huggingface.families import FAMILIES
-from ckpt_tools.megatron.huggingface.identify import detect_family
-from ckpt_tools.megatron.huggingface.layouts import JOINED, LAYOUTS
-from ckpt_tools.megatron.huggingface.ledger import arguments
-from ckpt_tools.megatron.huggingface.model_args import ModelArgs
-from ckpt_tools.megatron.huggingface.read_args import read_model_args
-from ckpt_tools.megatron.huggingface.rules import CONDITIONS, DIMENSIONS
-from ckpt_tools.megatron.huggingface.targets import export_targets
+from ckpt_tools.megatron.huggingface.config.config_fields import REQUIRED
+from ckpt_tools.megatron.huggingface.config.ledger import arguments
+from ckpt_tools.megatron.huggingface.config.model_args import ModelArgs
+from ckpt_tools.megatron.huggingface.config.read_args import read_model_args
+from ckpt_tools.megatron.huggingface.families.families import FAMILIES
+from ckpt_tools.megatron.huggingface.families.identify import detect_family
+from ckpt_tools.megatron.huggingface.mapping.layouts import JOINED, LAYOUTS
+from ckpt_tools.megatron.huggingface.mapping.rules import CONDITIONS, DIMENSIONS
+from ckpt_tools.megatron.huggingface.mapping.targets import export_targets
 from tests.megatron.huggingface.by_rules import DEEPSEEK, LLAMA, QWEN3_MOE, directory, exported, imported
 from tests.megatron.huggingface.materialise import specs
 

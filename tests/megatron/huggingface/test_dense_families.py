@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from ckpt_tools.megatron.huggingface.families import FAMILIES
-from ckpt_tools.megatron.huggingface.identify import detect_family, family_of_config, without_modules
-from ckpt_tools.megatron.huggingface.read_args import read_model_args
-from ckpt_tools.megatron.huggingface.targets import export_targets
+from ckpt_tools.megatron.huggingface.config.read_args import read_model_args
+from ckpt_tools.megatron.huggingface.families.families import FAMILIES
+from ckpt_tools.megatron.huggingface.families.identify import detect_family, family_of_config, without_modules
+from ckpt_tools.megatron.huggingface.mapping.targets import export_targets
 from tests.megatron.huggingface.by_rules import (
     BASE,
     DEEPSEEK,

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_tools.formats.safetensors import read_safetensors_catalog
-from ckpt_tools.megatron.huggingface.checks import Spec
-from ckpt_tools.megatron.huggingface.config import in_v4_form, read_config
-from ckpt_tools.megatron.huggingface.config_fields import REQUIRED
-from ckpt_tools.megatron.huggingface.families import FAMILIES, Families
-from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
-from ckpt_tools.megatron.huggingface.targets import Exported, Imported, export_targets, import_targets
+from ckpt_tools.formats.safetensors.catalog import read_safetensors_catalog
+from ckpt_tools.megatron.huggingface.config.config import in_v4_form, read_config
+from ckpt_tools.megatron.huggingface.config.config_fields import REQUIRED
+from ckpt_tools.megatron.huggingface.families.families import FAMILIES, Families
+from ckpt_tools.megatron.huggingface.families.rulefile import load_rule_file
+from ckpt_tools.megatron.huggingface.mapping.checks import Spec
+from ckpt_tools.megatron.huggingface.mapping.targets import Exported, Imported, export_targets, import_targets
 from tests.conftest import REPO
 from tests.megatron.huggingface.by_rules import assert_same, exported
 from tests.megatron.huggingface.materialise import Arrays, materialise, specs

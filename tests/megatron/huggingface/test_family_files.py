@@ -13,17 +13,17 @@ from safetensors.numpy import load_file, save_file
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.errors import CkptError, MappingError, UsageError
-from ckpt_tools.megatron.huggingface import families as known
-from ckpt_tools.megatron.huggingface.config import read_config
-from ckpt_tools.megatron.huggingface.families import FAMILIES, FOLDER, Families
-from ckpt_tools.megatron.huggingface.file_places import first_line
-from ckpt_tools.megatron.huggingface.forms import DEFAULTS, FORMS
-from ckpt_tools.megatron.huggingface.identify import family_of_config
-from ckpt_tools.megatron.huggingface.layouts import JOINED, LAYOUTS
-from ckpt_tools.megatron.huggingface.pieces import pieces
-from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
-from ckpt_tools.megatron.huggingface.rules import Family, OneOf
-from ckpt_tools.megatron.huggingface.targets import export_targets, import_targets
+from ckpt_tools.megatron.huggingface.config.config import read_config
+from ckpt_tools.megatron.huggingface.families import families as known
+from ckpt_tools.megatron.huggingface.families.families import FAMILIES, FOLDER, Families
+from ckpt_tools.megatron.huggingface.families.file_places import first_line
+from ckpt_tools.megatron.huggingface.families.forms import DEFAULTS, FORMS
+from ckpt_tools.megatron.huggingface.families.identify import family_of_config
+from ckpt_tools.megatron.huggingface.families.pieces import pieces
+from ckpt_tools.megatron.huggingface.families.rulefile import load_rule_file
+from ckpt_tools.megatron.huggingface.mapping.layouts import JOINED, LAYOUTS
+from ckpt_tools.megatron.huggingface.mapping.rules import Family, OneOf
+from ckpt_tools.megatron.huggingface.mapping.targets import export_targets, import_targets
 from tests.conftest import REPO
 from tests.megatron.huggingface import rule_page
 from tests.megatron.huggingface.by_rules import BASE, DEEPSEEK, assert_same, directory, exported, imported

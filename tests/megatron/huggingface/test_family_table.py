@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_tools.megatron.huggingface.families import FAMILIES
-from ckpt_tools.megatron.huggingface.identify import family_of_config
-from ckpt_tools.megatron.huggingface.vision_language import vision_language, vision_language_types
+from ckpt_tools.megatron.huggingface.families.families import FAMILIES
+from ckpt_tools.megatron.huggingface.families.identify import family_of_config
+from ckpt_tools.megatron.huggingface.vision.vision_language import vision_language, vision_language_types
 from tests.megatron.huggingface.family_table import GIVEN, INSIDE, PAGE, classes, page
 from tests.megatron.huggingface.models import CONFIGS, NOT_IN_MEGATRON, family_of, installed
 from tests.megatron.huggingface.test_moe_families import RELEASED

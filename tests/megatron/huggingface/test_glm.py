@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ckpt_tools.megatron.huggingface.config import in_v4_form
-from ckpt_tools.megatron.huggingface.identify import detect_family
-from ckpt_tools.megatron.huggingface.targets import export_targets
+from ckpt_tools.megatron.huggingface.config.config import in_v4_form
+from ckpt_tools.megatron.huggingface.families.identify import detect_family
+from ckpt_tools.megatron.huggingface.mapping.targets import export_targets
 from tests.megatron.huggingface.by_rules import BASE, assert_same, directory, exported, imported, problems
 from tests.megatron.huggingface.materialise import specs
 

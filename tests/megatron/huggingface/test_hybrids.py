@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_tools.megatron.huggingface.config import read_config
-from ckpt_tools.megatron.huggingface.families import FAMILIES, Families
-from ckpt_tools.megatron.huggingface.identify import detect_family
-from ckpt_tools.megatron.huggingface.read_args import read_model_args
-from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
-from ckpt_tools.megatron.huggingface.targets import export_targets, import_targets
+from ckpt_tools.megatron.huggingface.config.config import read_config
+from ckpt_tools.megatron.huggingface.config.read_args import read_model_args
+from ckpt_tools.megatron.huggingface.families.families import FAMILIES, Families
+from ckpt_tools.megatron.huggingface.families.identify import detect_family
+from ckpt_tools.megatron.huggingface.families.rulefile import load_rule_file
+from ckpt_tools.megatron.huggingface.mapping.targets import export_targets, import_targets
 from tests.megatron.huggingface.by_rules import LLAMA, assert_same, directory, exported, imported, problems
 from tests.megatron.huggingface.materialise import Arrays, specs
 

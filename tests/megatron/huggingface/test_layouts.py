@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.errors import MappingError
-from ckpt_tools.megatron.huggingface.layouts import JOINED, LAYOUTS, Layout, stack
-from ckpt_tools.megatron.huggingface.model_args import ModelArgs
+from ckpt_tools.megatron.huggingface.config.model_args import ModelArgs
+from ckpt_tools.megatron.huggingface.mapping.layouts import JOINED, LAYOUTS, Layout, stack
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.model.views import Source
 from tests.megatron.huggingface.materialise import materialise

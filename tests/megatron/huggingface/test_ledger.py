@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import yaml
 
-from ckpt_tools.commands.opened import open_checkpoint
+from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.errors import UsageError
-from ckpt_tools.megatron.huggingface import ledger as module
-from ckpt_tools.megatron.huggingface.checks import Spec
-from ckpt_tools.megatron.huggingface.families import FAMILIES
-from ckpt_tools.megatron.huggingface.ledger import arguments, config_fields_of
-from ckpt_tools.megatron.huggingface.read_args import flat_args, read_model_args
-from ckpt_tools.megatron.huggingface.rulefile import load_rule_file
-from ckpt_tools.megatron.huggingface.targets import Exported, export_targets, import_targets
+from ckpt_tools.megatron.huggingface.config import ledger as module
+from ckpt_tools.megatron.huggingface.config.ledger import arguments, config_fields_of
+from ckpt_tools.megatron.huggingface.config.read_args import flat_args, read_model_args
+from ckpt_tools.megatron.huggingface.families.families import FAMILIES
+from ckpt_tools.megatron.huggingface.families.rulefile import load_rule_file
+from ckpt_tools.megatron.huggingface.mapping.checks import Spec
+from ckpt_tools.megatron.huggingface.mapping.targets import Exported, export_targets, import_targets
 from tests.conftest import DATA, all_checkpoints
 from tests.megatron.huggingface.by_rules import DEEPSEEK, LLAMA, QWEN3_MOE, directory, imported, problems
 from tests.megatron.huggingface.materialise import specs

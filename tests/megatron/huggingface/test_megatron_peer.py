@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_tools.commands.import_hf import ImportOptions, import_hf
-from ckpt_tools.megatron.huggingface.read_args import read_model_args
-from ckpt_tools.megatron.huggingface.rules import expand
-from ckpt_tools.megatron.huggingface.targets import export_targets
+from ckpt_tools.commands.huggingface.import_hf import ImportOptions, import_hf
+from ckpt_tools.megatron.huggingface.config.read_args import read_model_args
+from ckpt_tools.megatron.huggingface.mapping.rules import expand
+from ckpt_tools.megatron.huggingface.mapping.targets import export_targets
 from tests.conftest import REPO
 from tests.megatron.huggingface.materialise import materialise, specs
 from tests.megatron.huggingface.models import PLUS_ONE, SCRIPTED, compared_with_megatron, logits

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from ckpt_tools.megatron.huggingface.block_fp8 import LINEAR
-from ckpt_tools.megatron.huggingface.identify import detect_family, family_of_config
-from ckpt_tools.megatron.huggingface.read_args import read_model_args
-from ckpt_tools.megatron.huggingface.sparse_attention import TOO_OLD, indexer_layers, sharing
-from ckpt_tools.megatron.huggingface.targets import export_targets
+from ckpt_tools.megatron.huggingface.config.read_args import read_model_args
+from ckpt_tools.megatron.huggingface.config.sparse_attention import TOO_OLD, indexer_layers, sharing
+from ckpt_tools.megatron.huggingface.families.identify import detect_family, family_of_config
+from ckpt_tools.megatron.huggingface.mapping.targets import export_targets
+from ckpt_tools.megatron.huggingface.quantization.block_fp8 import LINEAR
 from tests.megatron.huggingface.by_rules import assert_same, directory, exported, imported, problems
 from tests.megatron.huggingface.materialise import specs
 

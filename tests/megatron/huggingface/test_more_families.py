@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_tools.megatron.huggingface.block_fp8 import BlockFp8, quantized_tensors
-from ckpt_tools.megatron.huggingface.config import read_config
-from ckpt_tools.megatron.huggingface.families import FAMILIES
-from ckpt_tools.megatron.huggingface.identify import detect_family, family_of_config
-from ckpt_tools.megatron.huggingface.read_args import read_model_args
-from ckpt_tools.megatron.huggingface.targets import export_targets
+from ckpt_tools.megatron.huggingface.config.config import read_config
+from ckpt_tools.megatron.huggingface.config.read_args import read_model_args
+from ckpt_tools.megatron.huggingface.families.families import FAMILIES
+from ckpt_tools.megatron.huggingface.families.identify import detect_family, family_of_config
+from ckpt_tools.megatron.huggingface.mapping.targets import export_targets
+from ckpt_tools.megatron.huggingface.quantization.block_fp8 import BlockFp8, quantized_tensors
 from ckpt_tools.model.catalog import Catalog
 from tests.megatron.huggingface.by_rules import (
     BASE,

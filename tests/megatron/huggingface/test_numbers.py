@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from ckpt_tools.errors import MappingError
-from ckpt_tools.megatron.huggingface.config import read_config
-from ckpt_tools.megatron.huggingface.families import FAMILIES
-from ckpt_tools.megatron.huggingface.read_args import read_model_args
-from ckpt_tools.megatron.huggingface.rules import Rule, expand
+from ckpt_tools.megatron.huggingface.config.config import read_config
+from ckpt_tools.megatron.huggingface.config.read_args import read_model_args
+from ckpt_tools.megatron.huggingface.families.families import FAMILIES
+from ckpt_tools.megatron.huggingface.mapping.rules import Rule, expand
 
 QWEN = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 2, "vocab_size": 32, "rms_norm_eps": 1e-6, "max_position_embeddings": 64,

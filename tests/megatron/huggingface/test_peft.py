@@ -14,10 +14,10 @@ import torch
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_file as load_torch
 
-from ckpt_tools.commands.conversion_report import ConversionReport
-from ckpt_tools.commands.export_hf import export_hf
-from ckpt_tools.commands.export_options import ExportOptions
-from ckpt_tools.commands.import_hf import ImportOptions, import_hf
+from ckpt_tools.commands.huggingface.export_hf import export_hf
+from ckpt_tools.commands.huggingface.export_options import ExportOptions
+from ckpt_tools.commands.huggingface.import_hf import ImportOptions, import_hf
+from ckpt_tools.commands.job.report import ConversionReport
 from ckpt_tools.errors import (
     CkptError,
     CorruptCheckpointError,
@@ -26,9 +26,9 @@ from ckpt_tools.errors import (
     UsageError,
 )
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
-from ckpt_tools.megatron.huggingface import peft_targets
-from ckpt_tools.megatron.huggingface.peft import read_peft_settings
-from ckpt_tools.megatron.huggingface.rules import SMALLEST
+from ckpt_tools.megatron.huggingface.lora import peft_targets
+from ckpt_tools.megatron.huggingface.lora.peft import read_peft_settings
+from ckpt_tools.megatron.huggingface.mapping.rules import SMALLEST
 from ckpt_tools.model.choices import MegatronFormat
 from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands.test_huggingface import GPT2

@@ -20,11 +20,11 @@ transformers = pytest.importorskip("transformers", reason="the optional peer tra
 peft = pytest.importorskip("peft", reason="the optional peer peft is not installed")
 from safetensors.torch import load_file  # noqa: E402  # after the skip
 
-from ckpt_tools.commands.export_hf import export_hf  # noqa: E402
-from ckpt_tools.commands.export_options import ExportOptions  # noqa: E402
-from ckpt_tools.commands.import_hf import ImportOptions, import_hf  # noqa: E402
-from ckpt_tools.commands.merge_adapter import merge_adapter  # noqa: E402
-from ckpt_tools.commands.strip import strip_checkpoint  # noqa: E402
+from ckpt_tools.commands.adapters.merge_adapter import merge_adapter  # noqa: E402
+from ckpt_tools.commands.edit.strip import strip_checkpoint  # noqa: E402
+from ckpt_tools.commands.huggingface.export_hf import export_hf  # noqa: E402
+from ckpt_tools.commands.huggingface.export_options import ExportOptions  # noqa: E402
+from ckpt_tools.commands.huggingface.import_hf import ImportOptions, import_hf  # noqa: E402
 from tests.conftest import DATA  # noqa: E402
 from tests.megatron.adapter_checkpoints import AdapterFolder, canonical, lora  # noqa: E402
 from tests.megatron.huggingface.models import make_model  # noqa: E402

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckpt_tools.megatron.huggingface.identify import family_of_config
+from ckpt_tools.megatron.huggingface.families.identify import family_of_config
 from tests.megatron.huggingface.by_rules import assert_same, directory, exported, imported, problems
 from tests.megatron.huggingface.test_released_configs import RELEASED
 

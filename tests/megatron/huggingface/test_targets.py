@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from ckpt_tools.errors import CkptError, UnsupportedCheckpointError
-from ckpt_tools.megatron.huggingface.checks import Spec
-from ckpt_tools.megatron.huggingface.config import read_config
-from ckpt_tools.megatron.huggingface.identify import family_of_config
-from ckpt_tools.megatron.huggingface.rules import expand
-from ckpt_tools.megatron.huggingface.targets import export_targets, import_targets
+from ckpt_tools.megatron.huggingface.config.config import read_config
+from ckpt_tools.megatron.huggingface.families.identify import family_of_config
+from ckpt_tools.megatron.huggingface.mapping.checks import Spec
+from ckpt_tools.megatron.huggingface.mapping.rules import expand
+from ckpt_tools.megatron.huggingface.mapping.targets import export_targets, import_targets
 from tests.megatron.huggingface.by_rules import (
     DEEPSEEK,
     LLAMA,

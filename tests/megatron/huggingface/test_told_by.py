@@ -7,11 +7,11 @@ from functools import cache
 
 import pytest
 
-from ckpt_tools.megatron.huggingface import told_by as table
-from ckpt_tools.megatron.huggingface.families import FAMILIES
-from ckpt_tools.megatron.huggingface.file_places import parse_rule_source, twice
-from ckpt_tools.megatron.huggingface.identify import REFUSED, without_modules
-from ckpt_tools.megatron.huggingface.read_args import read_model_args
+from ckpt_tools.megatron.huggingface.config.read_args import read_model_args
+from ckpt_tools.megatron.huggingface.families import told_by as table
+from ckpt_tools.megatron.huggingface.families.families import FAMILIES
+from ckpt_tools.megatron.huggingface.families.file_places import parse_rule_source, twice
+from ckpt_tools.megatron.huggingface.families.identify import REFUSED, without_modules
 from tests.megatron.huggingface.by_rules import BASE, directory, exported, imported, problems
 from tests.megatron.huggingface.models import CONFIGS, LIKE, family_of
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from ckpt_tools.errors import MappingError
-from ckpt_tools.megatron.huggingface.checks import Spec, with_stored_norms
-from ckpt_tools.megatron.huggingface.config import read_config
-from ckpt_tools.megatron.huggingface.families import FAMILIES
-from ckpt_tools.megatron.huggingface.rules import SMALLEST
-from ckpt_tools.megatron.huggingface.towers import language_tower, whole_config
+from ckpt_tools.megatron.huggingface.config.config import read_config
+from ckpt_tools.megatron.huggingface.families.families import FAMILIES
+from ckpt_tools.megatron.huggingface.mapping.checks import Spec, with_stored_norms
+from ckpt_tools.megatron.huggingface.mapping.rules import SMALLEST
+from ckpt_tools.megatron.huggingface.vision.towers import language_tower, whole_config
 
 RELEASED: dict[str, Any] = {
     "model_type": "gemma3",

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.megatron.huggingface.vision_language import vision_language, vision_language_types
+from ckpt_tools.megatron.huggingface.vision.vision_language import vision_language, vision_language_types
 from tests.megatron.huggingface.models import BASE, HEAD, MOE, eager, logits
 from tests.verify.test_hf_folder import check_names, names
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from ckpt_tools.megatron.huggingface.config import read_config
-from ckpt_tools.megatron.huggingface.families import FAMILIES
-from ckpt_tools.megatron.huggingface.rules import expand
-from ckpt_tools.megatron.huggingface.vision_language import tower_pairs, vision_language
+from ckpt_tools.megatron.huggingface.config.config import read_config
+from ckpt_tools.megatron.huggingface.families.families import FAMILIES
+from ckpt_tools.megatron.huggingface.mapping.rules import expand
+from ckpt_tools.megatron.huggingface.vision.vision_language import tower_pairs, vision_language
 from tests.megatron.huggingface.materialise import Arrays
 from tests.megatron.huggingface.models import BASE, HEAD, MOE
 

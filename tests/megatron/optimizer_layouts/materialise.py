@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tools.formats.container import find_tensor
-from ckpt_tools.formats.files import Files
+from ckpt_tools.formats.storage.files import Files
+from ckpt_tools.formats.torch_archive.item_reader import find_tensor
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates
 from ckpt_tools.megatron.torch_dist.slices import Slice
 from ckpt_tools.model.catalog import Catalog, TensorEntry

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.errors import VerificationError
-from ckpt_tools.formats.container import load_object
-from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.open_files import open_files
+from ckpt_tools.formats.dcp.metadata_read import read_catalog
+from ckpt_tools.formats.storage.open_files import open_files
+from ckpt_tools.formats.torch_archive.item_reader import load_object
 from ckpt_tools.megatron.keys import bucket_key
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_content import Reader
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_positions import Stretch, place_by_position

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.errors import VerificationError
-from ckpt_tools.formats.container import find_tensor
+from ckpt_tools.formats.torch_archive.item_reader import find_tensor
 from ckpt_tools.model.views import Unflatten
 from tests.conftest import fixture_dir
 

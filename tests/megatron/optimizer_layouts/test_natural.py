@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError
-from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import model_space_states
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.model.box import full_box

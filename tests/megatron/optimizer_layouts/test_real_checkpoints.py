@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.files import Files
-from ckpt_tools.formats.open_files import open_files
-from ckpt_tools.megatron.common_state import read_common_state
+from ckpt_tools.formats.dcp.metadata_read import read_catalog
+from ckpt_tools.formats.storage.files import Files
+from ckpt_tools.formats.storage.open_files import open_files
+from ckpt_tools.megatron.run_state.common_state import read_common_state
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates
 from ckpt_tools.megatron.torch_dist.slices import Slice, sort_keys

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from ckpt_tools.errors import MappingError, VerificationError
-from ckpt_tools.execute.read_box import read_box
-from ckpt_tools.formats.dcp import read_catalog
-from ckpt_tools.formats.open_files import open_files
-from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.execute.move.read_box import read_box
+from ckpt_tools.formats.dcp.metadata_read import read_catalog
+from ckpt_tools.formats.storage.open_files import open_files
+from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates
 from ckpt_tools.model.box import Box, full_box
-from ckpt_tools.model.casts import Array
 from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.kernels.casts import Array
 from ckpt_tools.model.target import TargetTensor
 from tests.model.test_kernels import masters
 from tests.synthetic import DcpFolder

@@ -8,9 +8,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import UnsupportedCheckpointError
-from ckpt_tools.formats.container import find_tensor
-from ckpt_tools.formats.files import Files
-from ckpt_tools.formats.frames import usual_item
+from ckpt_tools.formats.storage.files import Files
+from ckpt_tools.formats.torch_archive.item_reader import find_tensor
+from ckpt_tools.formats.torch_archive.tensor_template import usual_item
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_order import LookAlikes
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import Bucket, Flat, Piece
 from ckpt_tools.model.catalog import Chunk

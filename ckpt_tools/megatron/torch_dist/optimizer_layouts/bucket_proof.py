@@ -38,7 +38,7 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_positions import (
 )
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import ALIGNMENT, FP8, Bucket, Buffer, Piece
 from ckpt_tools.model.dtypes import itemsize
-from ckpt_tools.model.fp8_weights import is_quantization
+from ckpt_tools.model.kernels.fp8_weights import is_quantization
 from ckpt_tools.model.roles import MASTER
 
 if TYPE_CHECKING:

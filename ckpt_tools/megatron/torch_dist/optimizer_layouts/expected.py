@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpt_tools.errors import MappingError
-from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.megatron.run_state.common_state import CommonState
 
 _STATES = {"adam": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "sgd": ("momentum_buffer",)}
 

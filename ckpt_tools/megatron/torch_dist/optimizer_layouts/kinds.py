@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpt_tools.megatron.common_state import CommonState
 from ckpt_tools.megatron.keys import bucket_key, bucket_object, state_key
+from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.model.catalog import Catalog
 
 

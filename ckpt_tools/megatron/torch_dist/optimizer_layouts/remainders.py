@@ -14,13 +14,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.errors import MappingError, VerificationError, list_problems
-from ckpt_tools.formats.files import Files
-from ckpt_tools.megatron.common_state import CommonState
+from ckpt_tools.formats.storage.files import Files
+from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_content import SAMPLE, Reader, round_bits
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates, StateTensor
 from ckpt_tools.model.box import Box, row_major_strides
 from ckpt_tools.model.catalog import Catalog, Chunk, Made, TensorEntry, Value, made_entry
-from ckpt_tools.model.kernels import JoinRemainder
+from ckpt_tools.model.kernels.kernel import JoinRemainder
 from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.views import Select, Source
 

@@ -1,0 +1,174 @@
+"""Options that several commands share, a row each, and arguments. A row's name is that of the field that it fills."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from ckpt_tools.cli.options import given_values as v
+from ckpt_tools.cli.options.row import Row, flag, option
+from ckpt_tools.model import choices as c
+
+MODEL: Final = "The model and its target"
+PLACE: Final = "Placement"
+RUN: Final = "How to run"
+FRESH: Final = "A fresh optimizer"
+
+Checkpoint = Annotated[
+    str, typer.Argument(help="A run's root, an iteration folder, or any torch DCP folder.")
+]
+OutputDir = Annotated[str, typer.Argument(help="Like to like: a root for a root, else one folder.")]
+
+# In the order in which help lists them.
+TABLE: dict[str, Row] = {
+    "swiglu": option(bool, "--swiglu/--no-swiglu", panel=MODEL,
+                     help="Whether gated MLPs use SwiGLU. Default: the args."),
+    "swiglu_modules": option(str, "--swiglu-modules", default="", read=v.words, panel=MODEL,
+                             help="Comma-separated modules whose MLPs are SwiGLU. Default: by shape."),
+    "group_map": option(Path, "--param-to-param-group-map-json", read=v.group_map, panel=MODEL,
+                        help="Parameter groups to use instead of derived ones."),
+    "strict_map": flag("--strict-map", panel=MODEL, help="Names missing from the map are errors."),
+    "state_prefix": option(str, "--output-optimizer-state-prefix", panel=MODEL,
+                           help="Prefix of optimizer states in the output. Default: "
+                                "optimizer.state.module.module.module, one module less for fp32 training."),
+    "model_prefix": option(str, "--output-model-weight-prefix", default="model.module", panel=MODEL,
+                           help="Prefix of weights in the output."),
+    "rename_mtp": flag("--rename-mtp-keys", panel=MODEL,
+                       help="Name MTP inner layers mtp_model_layer whatever the target."),
+    "dialect": option(c.DialectName, "--target", panel=MODEL,
+                      help="Program that will load the result. Default: bridge for a Bridge checkpoint, else main."),
+    "layer_spec": option(c.LayerSpec, "--layer-spec", panel=MODEL,
+                         help="Norm names: Transformer Engine's or the local spec's. Default: the args."),
+    "experts": option(c.ExpertModules, "--experts", panel=MODEL,
+                      help="Expert names: one grouped module or one module each. Default: the args."),
+    "weights_only": flag("--weights-only", panel=MODEL,
+                         help="Leave out optimizer, scheduler and rng: a warm start."),
+    "keep_states": flag("--keep-states", panel=MODEL,
+                        help="Keep states of an optimizer that the target does not have, beside, for the way back."),
+    "dtype": option(str, "--dtype", panel=MODEL,
+                    help="With --weights-only: element type of the weights, e.g. bfloat16."),
+    "vocab_size_padded": option(int, "--vocab-size-padded", max=v.MAX_ROWS, panel=MODEL,
+                                help="Rows of the vocabulary in the target: padding is cut or zeros added."),
+    "vocab_size": option(int, "--vocab-size", max=v.MAX_ROWS, panel=MODEL,
+                         help="Real tokens: the rows after them are padding."),
+    "fresh_optimizer": option(bool, "--fresh-optimizer/--no-fresh-optimizer", panel=FRESH,
+                              help="With --weights-only: an optimizer that has not begun (zero moments, step 0), so "
+                                   "that a strict load starts from weights."),
+    "lr": option(float, "--lr", panel=FRESH, help="Highest learning rate. Default: the args."),
+    "min_lr": option(float, "--min-lr", panel=FRESH, help="Lowest learning rate. Default: the args."),
+    "weight_decay": option(float, "--weight-decay", panel=FRESH, help="Weight decay. Default: the args."),
+    "adam_beta1": option(float, "--adam-beta1", panel=FRESH, help="Default: the args, else Megatron's 0.9."),
+    "adam_beta2": option(float, "--adam-beta2", panel=FRESH, help="Default: the args, else Megatron's 0.999."),
+    "adam_eps": option(float, "--adam-eps", panel=FRESH, help="Default: the args, else Megatron's 1e-8."),
+    "extra_state": option(str, "--extra-state", default="derive", panel=MODEL,
+                          help="Transformer Engine's extra-state objects: derive (a torch_dist source's own are "
+                               "kept), none, or a torch_dist checkpoint of the same model to take their keys from."),
+    "stacked": option(bool, "--stacked/--per-layer", panel=MODEL,
+                      help="Layers of a block in one tensor, or one by one. Default: as a torch_dist source has "
+                           "them, else the args."),
+    "hf_config": option(Path, "--hf-config", read=v.model_folder, panel=MODEL,
+                        help="Directory of the original Hugging Face model, for tokenizer and settings."),
+    "rules": option(Path, "--rules", panel=MODEL, help="YAML file with the rules of one more architecture."),
+    "max_shard_bytes": option(str, "--max-shard-size", default="5GB", read=v.parse_bytes, panel=MODEL,
+                              help="Largest file, e.g. 5GB."),
+    "mtp_copies": flag("--mtp-copies", panel=MODEL,
+                       help="Repeat embedding and head in DeepSeek's prediction layers."),
+    "alpha": option(float, "--alpha", panel=MODEL,
+                    help="Alpha of the adapter, where no run_config.yaml tells it; its scale is alpha / rank."),
+    "layout": option(c.LayoutName, "--layout", panel=PLACE,
+                     help="Whose placement. Default: mfsdp-v1 with --gpus or --dp-shard, else even."),
+    "world_size": option(int, "--world-size", panel=PLACE,
+                         help="Target ranks, each with files of its own. Default: the converting ranks."),
+    "gpus": option(int, "--gpus", panel=PLACE,
+                   help="GPUs of the training job; the sizes that are not given follow from it."),
+    "dp_shard": option(int, "--dp-shard", panel=PLACE, help="Ranks that shard."),
+    "dp_outer": option(int, "--dp-outer", default=1, panel=PLACE, help="Replicas of the sharding group (HSDP)."),
+    "tp": option(int, "--tp", panel=PLACE,
+                 help="Tensor parallel size of the target; with --to torch_dist or hf, the one that the source is "
+                      "for."),
+    "cp": option(int, "--cp", default=1, panel=PLACE, help="Context parallel size."),
+    "ep": option(int, "--ep", default=1, panel=PLACE, help="Expert parallel size."),
+    "etp": option(int, "--etp", panel=PLACE, help="Expert tensor parallel size. Default: --tp."),
+    "pp": option(int, "--pp", default=1, panel=PLACE, help="Pipeline parallel size: 1 for Megatron-FSDP."),
+    "strategy": option(str, "--strategy", default="optim_grads_params", panel=PLACE,
+                       help="no_shard, optim, optim_grads or optim_grads_params."),
+    "outer_strategy": option(str, "--outer-strategy", default="no_shard", panel=PLACE,
+                             help="no_shard or optim."),
+    "units": option(list[str], "--units", read=v.globs, panel=PLACE,
+                    help="Modules that have a flat buffer of Megatron-FSDP each (fsdp_unit_modules of the job), as "
+                         "paths (glob, repeatable; **. for leading modules). Default: Megatron-Core's layers. FSDP2 "
+                         "cuts every parameter on its own."),
+    "iteration": option(str, "--iteration", metavar="NUMBER", read=v.one_iteration,
+                        help="Iteration of a root, instead of its latest."),
+    "check_masters": option(c.CheckLevel, "--check-masters", default="sample", panel=RUN,
+                            help="How many rows of every master must be shown to round to the weights."),
+    "check_source": option(c.SourceCheck, "--check-source", default="all", panel=RUN,
+                           help="Prove every payload that is read from against the checksum its writer stored, whole "
+                                "or in pieces; none: take damage over unseen."),
+    "ignore_keys": option(list[str], "--ignore-keys", read=v.globs, panel=RUN,
+                          help="Source keys to leave out, tensors too (glob, repeatable)."),
+    "overwrite": flag("--overwrite", panel=RUN, help="Replace the one checkpoint that is at OUT."),
+    "resume": flag("--resume", panel=RUN, help="Go on with a conversion that was stopped."),
+    "dry_run": flag("--dry-run", panel=RUN, help="Plan and check everything, write nothing."),
+    "workers": option(int, "--workers", min=1, max=v.MAX_WORKERS, panel=RUN,
+                      help="Processes on this machine. Default: as many as cores, memory and bytes pay for, at most "
+                           "16."),
+    "threads": option(int, "--threads", default=2, min=1, max=v.MAX_THREADS, panel=RUN,
+                      help="Threads per process."),
+    "memory_bytes": option(str, "--max-memory", read=v.given_bytes, panel=RUN,
+                           help="Buffer memory of all workers together, e.g. 1GiB. Default: 96MiB; with an object "
+                                "store 32MiB a thread, and not less than 128MiB."),
+    "fsync": flag("--fsync", panel=RUN, help="Make the output durable before it is published."),
+    "direct": flag("--direct", panel=RUN,
+                   help="Write past the page cache (O_DIRECT), which stays as it is for others; best with "
+                        "--threads 4 or more."),
+    "report_format": option(c.ReportFormat, "--format", default="text",
+                            help="text, json, github (annotations) or markdown."),
+    "quiet": flag("--quiet", "-q", callback=v.be_quiet,
+                  help="Print nothing but errors, on stderr, and what programs are to read (--json). The exit code "
+                       "tells the rest."),
+    "as_json": flag("--json", help="JSON on stdout."),
+    "report": option(Path, "--report", callback=v.in_a_folder, panel=RUN, help="Write the report there as JSON."),
+    "junit": option(Path, "--junit", callback=v.in_a_folder, help="Also write the report there as JUnit XML."),
+    "trust_pickle": flag("--trust-pickle", help="Read unknown classes as inert placeholders."),
+    "enable_msc": flag("--enable-msc", callback=v.allow_msc, help="Open msc:// locations by multi-storage-client."),
+    "follow_links": flag("--follow-links", callback=v.follow_links,
+                         help="Read a checkpoint's files also through links that lead out of its folder."),
+    "oom_traceback": flag("--oom-traceback", hidden=True, help="Accepted for NVIDIA's script; changes nothing."),
+}  # fmt: skip
+
+# Of commands that can go through all iterations of a run; read by `given_values.iteration_number`.
+ITERATIONS = option(
+    str, "--iteration", metavar="NUMBER|all", panel=RUN,
+    help="Iteration of a root, or all, past those that the output has already. Default: the latest.",
+)  # fmt: skip
+
+# Of commands that only look at them.
+EVERY_ITERATION = option(
+    str, "--iteration", metavar="NUMBER|all", help="Iteration of a root, or all. Default: the latest."
+)
+
+OPENING = frozenset({"enable_msc", "follow_links", "quiet"})
+READING = OPENING | {"iteration", "trust_pickle"}
+FRESH_OPTIMIZER = frozenset({
+    "fresh_optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps",
+})  # fmt: skip
+FSDP_TARGET = FRESH_OPTIMIZER | frozenset({
+    "swiglu", "swiglu_modules", "group_map", "strict_map", "state_prefix", "model_prefix", "rename_mtp", "dialect",
+    "layer_spec", "experts", "weights_only", "keep_states", "dtype", "vocab_size_padded", "vocab_size",
+    "tp",
+})  # fmt: skip
+DCP_TARGET = frozenset({
+    "group_map", "strict_map", "dialect", "layer_spec", "experts", "weights_only", "dtype", "vocab_size_padded",
+    "vocab_size", "tp",
+})  # fmt: skip
+TORCH_DIST_TARGET = frozenset({
+    "dialect", "layer_spec", "weights_only", "dtype", "extra_state", "stacked",
+    "gpus", "tp", "ep", "etp",
+})  # fmt: skip
+REWRITING = frozenset({"check_source", "overwrite", "as_json"})
+RUNNING = OPENING | REWRITING | {
+    "resume", "dry_run", "workers", "threads", "memory_bytes", "fsync", "direct", "report",
+}  # fmt: skip

@@ -1,0 +1,204 @@
+"""`diff` and its old name `compare-two-checkpoint`."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ckpt_tools.cli.manual import page
+from ckpt_tools.cli.options import given_values as v
+from ckpt_tools.cli.options.row import flag, option
+from ckpt_tools.cli.options.signature import fill, with_options
+from ckpt_tools.cli.options.table import READING, Checkpoint
+from ckpt_tools.cli.render import findings, render
+from ckpt_tools.model.choices import DiffBy, NanPolicy
+
+if TYPE_CHECKING:
+    from ckpt_tools.verify.compare.differences import DiffReport, TensorDiff
+
+_SHOWN = 20
+_DIFF = {
+    "rules": option(
+        Path, "--rules", help="The rule file of the export or import, for a Hugging Face model and a checkpoint."
+    ),
+    "rtol": option(float, "--rtol", default=0.0, min=0, help="Relative tolerance, of the larger value."),
+    "atol": option(float, "--atol", default=0.0, min=0, help="Absolute tolerance."),
+    "ulp": option(int, "--ulp", default=0, min=0, help="Representable numbers two values may be apart."),
+    "nan": option(
+        NanPolicy, "--nan",
+        help="NaNs are equal by their bits (default), always (default with a tolerance), or never.",
+    ),
+    "keys": option(list[str], "--keys", read=v.globs, help="Compare only names that match (glob)."),
+    "ignore": option(
+        list[str], "--ignore", read=v.globs, help="Leave out names that match (glob), e.g. 'args.*'."
+    ),
+    "headers": flag(
+        "--headers",
+        help="Compare names, shapes and types alone, and say why what one side lacks is absent: no payload is read.",
+    ),
+    "by": option(
+        DiffBy, "--by", default="auto", help="Names: stored keys, those of fsdp_dtensor, or those of export-hf."
+    ),
+}  # fmt: skip
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands to `app`."""
+    compare = with_options(diff, READING | {"dialect", "as_json", "workers", "threads"}, _DIFF)
+    old_name = page("compare-two-checkpoint") | {"help": "Compare two checkpoints: the old name of diff."}
+    app.command(**page("diff"))(compare)
+    app.command(**old_name)(compare)
+
+
+def diff(checkpoint_1: Checkpoint, checkpoint_2: Checkpoint, **given: Any) -> None:
+    """Compare two checkpoints, also of different formats, bit by bit. Exit code 1 when they differ."""
+    from ckpt_tools.cli.render.progress import progress_bar
+    from ckpt_tools.commands.check.diff import DiffRequest, diff_checkpoints
+    from ckpt_tools.errors import UsageError
+    from ckpt_tools.verify.compare.differences import DiffOptions
+
+    if given["iteration"] is not None and checkpoint_1.rstrip("/") == checkpoint_2.rstrip("/"):
+        raise UsageError(
+            f"--iteration {given['iteration']}: both sides are that of {checkpoint_1}; "
+            "two of its iterations are compared as `diff RUN/iter_0000002 RUN/iter_0000004`"
+        )
+    if given["nan"] is None:
+        given["nan"] = "equal" if given["rtol"] or given["atol"] or given["ulp"] else "bits"
+    request = fill(DiffRequest, given, iterations=(given["iteration"],) * 2)
+    with progress_bar(given["quiet"]) as progress:
+        report = diff_checkpoints(checkpoint_1, checkpoint_2, fill(DiffOptions, given), request, progress)
+    if given["as_json"]:
+        sys.stdout.writelines(render.json_lines(_diff_head(report), _diff_lists(report)))
+    else:
+        _print_diff(report)
+    raise typer.Exit(0 if report.is_equal else 1)
+
+
+def _print_diff(report: DiffReport) -> None:
+    from ckpt_tools.verify.compare.differences import summarize
+
+    columns = ("tensors", "compared", "equal", "different", "only in A", "only in B", "different elements",
+               "largest |a-b|", "relative", "ULP")  # fmt: skip
+    rows = [
+        (s.role, s.tensors, s.equal, s.different, s.only_a, s.only_b, s.different_elements,
+         f"{s.max_abs:.6g}", f"{s.max_rel:.6g}", s.max_ulp)
+        for s in summarize(report.tensors)
+    ]  # fmt: skip
+    render.print_table(columns, rows)
+    unequal = [tensor for tensor in report.tensors if tensor.kind != "equal"]
+    unequal.sort(key=lambda tensor: (tensor.kind == "values", -tensor.found.max_abs))
+    count = Counter(tensor.name for tensor in report.tensors)
+    _print_tensors([replace(t, name=f"{t.name} ({t.role})") if count[t.name] > 1 else t for t in unequal])
+    values = [f"{v.name}: {_side(v.a)} -> {_side(v.b)}" for v in report.values]
+    render.tell_first(values, _SHOWN, what="more values")
+    for note in report.notes:
+        render.tell(f"note: {render.escape(note)}")
+    entries = "entries of objects"  # `args.tp_size` is one of `args`
+    verdict = (
+        "equal" if report.is_equal else f"different: {len(unequal):,} tensors, {len(values):,} {entries}"
+    )
+    tensors = f"{len(report.tensors):,} tensors"
+    what = (
+        f"the headers of {tensors}" if report.headers else f"{tensors} and {report.values_compared:,} objects"
+    )
+    render.tell(f"compared {what} by {report.by}: {verdict}")
+
+
+def _print_tensors(unequal: list[TensorDiff]) -> None:
+    """What cannot be compared in a line each, then the largest differences in columns."""
+    shown = unequal[:_SHOWN]
+    for tensor in shown:
+        if tensor.kind != "values":
+            render.tell(render.escape(_tensor_line(tensor)))
+    rows = [_tensor_row(tensor) for tensor in shown if tensor.kind == "values"]
+    if rows:
+        render.print_table(("tensor", "different", "of", "most at", "A", "B", "NaN"), rows)
+    if len(unequal) > len(shown):
+        render.tell(f"... and {len(unequal) - len(shown):,} more tensors (--json lists all)")
+
+
+def _tensor_row(tensor: TensorDiff) -> list[object]:
+    found = tensor.found
+    at = "-" if found.index is None else f"[{', '.join(map(str, found.index))}]"
+    a, b = ("-", "-") if found.values is None else two_values(*found.values)
+    return [tensor.name, found.different, tensor.elements, at, a, b, found.nan_mismatches]
+
+
+def two_values(a: Any, b: Any) -> tuple[str, str]:
+    """Two values that differ with six digits, or with as many as show that they do."""
+    for digits in (6, 9, 17):
+        if not isinstance(a, float) or not isinstance(b, float):
+            break
+        texts = f"{a:.{digits}g}", f"{b:.{digits}g}"
+        if texts[0] != texts[1]:
+            return texts
+    return repr(a), repr(b)
+
+
+def _side(value: str | None) -> str:
+    return "(absent)" if value is None else value
+
+
+def _tensor_line(tensor: TensorDiff) -> str:
+    found = tensor.found
+    if tensor.kind.startswith("only"):
+        dtype, shape = tensor.a or tensor.b or ("", ())
+        return f"{tensor.name}: {tensor.kind} ({dtype} {list(shape)})"
+    forms = [form for form in (tensor.a, tensor.b) if form is not None]
+    ends = " -> ".join(f"{dtype} {list(shape)}" for dtype, shape in forms)
+    return f"{tensor.name}: {ends}" + (f", {found.different:,} values differ" if tensor.elements else "")
+
+
+def _diff_head(report: DiffReport) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from ckpt_tools.verify.compare.differences import summarize
+
+    return {
+        "schema_version": findings.SCHEMA_VERSION,
+        "a": report.a,
+        "b": report.b,
+        "by": report.by,
+        "equal": report.is_equal,
+        "headers": report.headers,
+        "tolerance": asdict(report.tolerance),
+        "notes": list(report.notes),
+        "objects_compared": report.values_compared,
+        "summary": [
+            {name: _number(value) for name, value in asdict(summary).items()}
+            for summary in summarize(report.tensors)
+        ],
+    }
+
+
+def _number(value: Any) -> Any:
+    """`value`; infinity as text, because JSON has none."""
+    return "inf" if value == float("inf") else value
+
+
+def _diff_lists(report: DiffReport) -> dict[str, Any]:
+    tensors = (
+        {
+            "key": t.name,
+            "role": t.role,
+            "kind": t.kind,
+            "a": None if t.a is None else {"dtype": t.a[0], "shape": list(t.a[1])},
+            "b": None if t.b is None else {"dtype": t.b[0], "shape": list(t.b[1])},
+            "elements": t.elements,
+            "different": t.found.different,
+            "max_abs": _number(t.found.max_abs),
+            "max_rel": _number(t.found.max_rel),
+            "max_ulp": t.found.max_ulp,
+            "nan_mismatches": t.found.nan_mismatches,
+            "index": None if t.found.index is None else list(t.found.index),
+            "values": None if t.found.values is None else [repr(value) for value in t.found.values],
+        }
+        for t in report.tensors
+    )
+    values = ({"key": v.name, "a": v.a, "b": v.b} for v in report.values)
+    return {"tensors": tensors, "values": values}

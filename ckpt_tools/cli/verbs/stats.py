@@ -1,0 +1,225 @@
+"""`stats`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt_tools.cli.manual import page
+from ckpt_tools.cli.options import given_values as v
+from ckpt_tools.cli.options.row import option
+from ckpt_tools.cli.options.signature import fill, with_options
+from ckpt_tools.cli.options.table import READING
+from ckpt_tools.cli.render import render
+from ckpt_tools.model.choices import StatsBy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckpt_tools.commands.look.stats import CheckpointChange, CheckpointStatistics, TensorChange
+
+_STDOUT = Path("-")
+_SHOWN = 20
+_CHANGE = ("relative change", "cosine", "largest |B - A|", "changed", "of", "NaN, Inf")
+
+
+_OWN = {
+    "keys": option(
+        list[str], "--keys", read=v.globs, help="Measure only names that match this glob, and list each tensor."
+    ),
+    "roles": option(
+        list[str], "--role", read=v.globs, help="Only weight, master, exp_avg, ... (repeatable)."
+    ),
+    "layers": option(
+        list[int], "--layer", read=v.globs, min=0,
+        help="Only layers of this number (repeatable), and list each tensor.",
+    ),
+    "by": option(
+        StatsBy, "--by", default="auto",
+        help="Names of parameters, or stored keys. Default: the first that can be.",
+    ),
+    "svg": option(Path, "--svg", callback=v.in_a_folder, help="Draw layers and roles as one SVG file."),
+    "html": option(Path, "--html", callback=v.in_a_folder, help="The same as one HTML page, with all numbers."),
+}  # fmt: skip
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's command to `app`."""
+    app.command(**page("stats"))(with_options(stats, READING | {"workers", "threads", "as_json"}, _OWN))
+
+
+def stats(
+    checkpoint: Annotated[
+        str, typer.Argument(help="A run's root, an iteration folder, or a Hugging Face model.")
+    ],
+    other: Annotated[
+        str | None, typer.Argument(help="A second one: what has changed from the first to it.")
+    ] = None,
+    **given: Any,
+) -> None:
+    """Norms, extremes, zeros, NaN and Inf by layer and role, or what has changed between two. Sums are float64.
+
+    Values are taken as they are stored: checksums are not compared (`verify --content` does that).
+    """
+    from ckpt_tools.cli.render.progress import progress_bar
+    from ckpt_tools.commands.look.stats import StatsOptions, checkpoint_change, checkpoint_statistics
+
+    svg, html = given["svg"], given["html"]
+    is_drawn = svg is not None or html is not None
+    options = fill(StatsOptions, given, histogram=other is None and is_drawn)
+    found: CheckpointStatistics | CheckpointChange
+    with progress_bar(given["quiet"]) as progress:
+        if other is None:
+            found = checkpoint_statistics(checkpoint, options, progress)
+        else:
+            found = checkpoint_change(checkpoint, other, options, progress)
+    _draw(found, svg, html, checkpoint)
+    if _STDOUT in (svg, html):
+        return  # nothing but the picture
+    if given["as_json"]:
+        print(render.json_text(found.as_json()))
+    else:
+        _print(found)
+
+
+def _draw(
+    found: CheckpointStatistics | CheckpointChange, svg: Path | None, html: Path | None, source: str
+) -> None:
+    if svg is None and html is None:
+        return
+    from ckpt_tools.commands.look import stats_page
+    from ckpt_tools.commands.look.stats import CheckpointStatistics
+
+    if isinstance(found, CheckpointStatistics):
+        texts = ((svg, stats_page.norms_svg(found)), (html, stats_page.norms_html(found)))
+    else:
+        texts = ((svg, stats_page.change_svg(found)), (html, stats_page.change_html(found)))
+    for file, text in texts:
+        if file is not None:
+            render.write_text(file, text, source)
+
+
+def _print(found: CheckpointStatistics | CheckpointChange) -> None:
+    from ckpt_tools.commands.look.stats import CheckpointStatistics
+
+    if isinstance(found, CheckpointStatistics):
+        _print_statistics(found)
+    else:
+        _print_change(found)
+    for note in found.notes:
+        render.tell(f"note: {render.escape(note)}")
+
+
+def _print_statistics(found: CheckpointStatistics) -> None:
+    from ckpt_tools.commands.look.stats_page import short
+
+    roles, layers = found.roles(), found.layers()
+    columns = ("norm", "rms", "mean", "min", "max")
+    rows: list[list[object]] = []
+    for role, sums in roles.items():
+        numbers = sums.summary()
+        census = sums.census
+        rows.append([role, *(short(numbers[c]) for c in columns), sums.zeros, census.nans, census.infinities])
+    render.print_table(("role", *columns, "zeros", "NaN", "Inf"), rows)
+    labels = list(dict.fromkeys(label for label, _ in layers))
+    if not found.chosen and len(labels) > 1:
+        table = []
+        for label in labels:
+            held = [layers.get((label, role)) for role in roles]
+            wrong = sum(f.census.nans + f.census.infinities for f in held if f is not None)
+            table.append(
+                [label or "outside of layers", *("-" if f is None else short(f.norm) for f in held), wrong]
+            )
+        render.print_table(("norm of layer", *roles, "NaN, Inf"), table)
+    if found.chosen:
+        listed, title = list(found.tensors), ""
+    else:
+        listed, title = list(found.sick()), "tensors with NaN or Inf"
+    if listed:
+        _print_tensors(found, title)
+    else:
+        render.tell(f"no NaN and no Inf in {len(found.tensors):,} tensors")
+
+
+def _print_tensors(found: CheckpointStatistics, title: str) -> None:
+    from ckpt_tools.commands.look.stats_page import short
+
+    listed = list(found.tensors if found.chosen else found.sick())
+    columns = ("norm", "mean", "min", "max")
+    rows: list[list[object]] = []
+    for t in listed if found.chosen else listed[:_SHOWN]:
+        numbers, census = t.found.summary(), t.found.census
+        shown = [short(numbers[c]) for c in columns]
+        rows.append(
+            [
+                t.named.title,
+                t.named.role,
+                t.named.tensor.dtype,
+                *shown,
+                t.found.zeros,
+                census.nans,
+                census.infinities,
+            ]
+        )
+    render.print_table(("tensor", "role", "dtype", *columns, "zeros", "NaN", "Inf"), rows, title)
+    if len(listed) > len(rows):
+        render.tell(f"... and {len(listed) - len(rows):,} more (--json lists all)")
+
+
+def _print_change(found: CheckpointChange) -> None:
+    from ckpt_tools.commands.look.stats_page import change_numbers
+
+    if found.chosen:
+        _print_changed_tensors(list(found.tensors), "")
+    else:
+        rows: list[list[object]] = [
+            [role, *change_numbers(f), f.changed, f.elements, f.left_out] for role, f in found.roles().items()
+        ]
+        render.print_table(("role", *_CHANGE), rows)
+        _print_changed_layers(found)
+        sick = list(found.sick())
+        if sick:
+            _print_changed_tensors(sick[:_SHOWN], "tensors with NaN or Inf in A or B")
+        if len(sick) > _SHOWN:
+            render.tell(f"... and {len(sick) - _SHOWN:,} more (--json lists all)")
+    for line in found.left_out():
+        render.tell(line)
+    for what, names in (("only in A", found.only_in_a), ("only in B", found.only_in_b),
+                        ("of another shape in B", found.reshaped)):  # fmt: skip
+        if names:
+            shown = ", ".join(map(render.escape, names[:3])) + (", ..." if len(names) > 3 else "")
+            render.tell(f"{len(names):,} {what}: {shown}")
+
+
+def _print_changed_layers(found: CheckpointChange) -> None:
+    from ckpt_tools.commands.look.stats_page import cosine, short
+
+    layers, roles = found.layers(), list(found.roles())
+    rows: list[list[object]] = []
+    for label in dict.fromkeys(label for label, _ in layers):
+        row: list[object] = [label or "outside of layers"]
+        held = [layers.get((label, name)) for name in roles]
+        for change in held:
+            row += ["-", "-"] if change is None else [short(change.relative), cosine(change.cosine)]
+        rows.append([*row, sum(change.left_out for change in held if change is not None)])
+    heads = [text for name in roles for text in (name, "cosine")]
+    render.print_table(("relative change of", *heads, "NaN, Inf"), rows)
+
+
+def _print_changed_tensors(tensors: Sequence[TensorChange], title: str) -> None:
+    from ckpt_tools.commands.look.stats_page import change_numbers
+
+    rows: list[list[object]] = [
+        [
+            t.named.title,
+            t.named.role,
+            *change_numbers(t.found),
+            t.found.changed,
+            t.found.elements,
+            t.found.left_out,
+        ]
+        for t in tensors
+    ]
+    render.print_table(("tensor", "role", *_CHANGE), rows, title)

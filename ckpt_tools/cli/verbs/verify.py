@@ -1,0 +1,212 @@
+"""`verify` and `preflight`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt_tools.cli.manual import page
+from ckpt_tools.cli.options import given_values as v
+from ckpt_tools.cli.options.row import flag, option
+from ckpt_tools.cli.options.signature import Given, fill, with_options
+from ckpt_tools.cli.options.table import EVERY_ITERATION, READING, Checkpoint
+from ckpt_tools.cli.render import findings, render
+from ckpt_tools.human import counted
+from ckpt_tools.model.choices import DialectName, ReportFormat, assert_never
+
+if TYPE_CHECKING:
+    from ckpt_tools.commands.check.launch import Launch
+    from ckpt_tools.commands.check.preflight import Start
+    from ckpt_tools.verify.report import Report
+
+_AS_JSON = flag("--json", help="JSON on stdout, the same as --format json.")
+_VERIFY = {
+    "content": flag("--content", help="Read every byte: checksums, masters against weights, NaN and Inf."),
+    "manifest": option(
+        Path, "--manifest",
+        help="Compare with a file of SHA-256 sums that --write-manifest made; reads every byte.",
+    ),
+    "write_manifest": option(
+        Path, "--write-manifest", callback=v.in_a_folder,
+        help="Write SHA-256 sums of files and tensors to a new file, if the checkpoint is valid.",
+    ),
+    "allow_nonfinite": flag("--allow-nonfinite", help="NaN and Inf are warnings, not errors."),
+    "iteration": EVERY_ITERATION,
+    "as_json": _AS_JSON,
+}  # fmt: skip
+_PREFLIGHT = {
+    "yaml_file": option(Path, "--yaml", help="The job's settings: Bridge's or a Megatron-LM recipe."),
+    "dialect": option(
+        DialectName, "--target",
+        help="Program that runs the job. Default: the one that the checkpoint was converted for, else main.",
+    ),
+    "as_json": _AS_JSON,
+}  # fmt: skip
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands to `app`."""
+    reported = READING | {"report_format", "junit"}
+    app.command(**page("verify"))(with_options(verify, reported | {"workers", "threads"}, _VERIFY))
+    app.command(**page("preflight"))(with_options(preflight, reported, _PREFLIGHT))
+
+
+def verify(
+    checkpoints: Annotated[
+        list[str],
+        typer.Argument(metavar="CHECKPOINT...", help="Runs' roots, iteration folders, or torch DCP folders."),
+    ],
+    **given: Any,
+) -> None:
+    """Check that checkpoints are whole and sound. Exit code 1 when one is not, 4 when one is hostile.
+
+    Exit code 3 when there is nothing to verify, as where a save was interrupted. Where a tracker names that, or
+    where several are verified, it counts as one that is not whole.
+    """
+    from ckpt_tools.cli.render.progress import progress_bar
+    from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint, verify_checkpoints
+
+    of_all = given["iteration"] == "all"
+    options, chosen = fill(VerifyOptions, given, every_iteration=of_all), _chosen(given)
+    iteration = None if of_all else v.iteration_number(given["iteration"])
+    if of_all:
+        checkpoints = _every_iteration(checkpoints)
+    is_one = len(checkpoints) == 1 and not of_all
+    with progress_bar(given["quiet"]) as progress:
+        if is_one:
+            reports = [verify_checkpoint(checkpoints[0], iteration, options, progress)]
+        else:
+            reports = verify_checkpoints(checkpoints, iteration, options, progress)
+    if is_one:
+        _print_report(reports[0], "verify", chosen, given["junit"])
+    else:
+        _print_reports(reports, chosen, given["junit"])
+    raise typer.Exit(
+        max((4 if report.is_hostile else 0 if report.is_valid else 1 for report in reports), default=0)
+    )
+
+
+def _every_iteration(roots: Sequence[str]) -> list[str]:
+    """The folders of all iterations, past what jobs are still writing."""
+    from ckpt_tools.cli.render.reports import say_unfinished
+    from ckpt_tools.commands.job.iterations import every_iteration
+
+    folders = []
+    for root in roots:
+        whole, unfinished = every_iteration(root)
+        folders += whole
+        for number in unfinished:
+            say_unfinished(number)
+    return folders
+
+
+def preflight(
+    checkpoint: Checkpoint,
+    job: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="After --: the job's command line, or only its flags.", metavar="[-- COMMAND...]"
+        ),
+    ] = None,
+    **given: Any,
+) -> None:
+    """Check that a Megatron-FSDP job can load a checkpoint, and print its launch command. Exit code 1 when not."""
+    from ckpt_tools.commands.check.preflight import preflight as check
+
+    found = check(
+        checkpoint, job or (), given["yaml_file"], given["iteration"], given["trust_pickle"], given["dialect"]
+    )
+    launch, as_is = _command(found.launch), _command(found.as_is)
+    chosen = _chosen(given)
+    starts = [one.as_json() for one in found.starts]
+    more = {"program": found.program, "launch": launch, "as_is": as_is, "starts": starts}
+    _print_report(found.report, "preflight", chosen, given["junit"], more)
+    if chosen == "text":
+        _print_starts(found.starts)
+        for title, start in (
+            ("launch with", found.launch),
+            ("a 3D-parallel job without Megatron-FSDP loads it as it is: launch with", found.as_is),
+        ):
+            _print_launch(f"{title} ({found.program})", start)
+    raise typer.Exit(0 if found.report.is_valid else 1)
+
+
+def _command(start: Launch | None) -> dict[str, Any] | None:
+    if start is None:
+        return None
+    return {"environment": list(start.environment), "words": list(start.words), "command": start.command}
+
+
+def _print_launch(title: str, start: Launch | None) -> None:
+    if start is not None:
+        render.tell(title)
+        for line in (*start.environment, start.command):
+            render.tell_command(f"  {render.escape_lines(line)}")
+
+
+def _print_starts(starts: tuple[Start, ...]) -> None:
+    """How every program starts from the checkpoint, those that do alike in one line."""
+    alike: dict[str, list[str]] = {}
+    for start in starts:
+        how = start.how or f"does not start ({', '.join(start.broken)})"
+        alike.setdefault(how, []).append(start.program)
+    if alike:
+        render.tell("started by")
+    for how, programs in alike.items():
+        render.tell(f"  {', '.join(programs)}: {how}")
+
+
+def _chosen(given: Given) -> ReportFormat:
+    chosen: ReportFormat = given["report_format"]
+    return "json" if given["as_json"] else chosen
+
+
+def _print_report(
+    report: Report, command: str, chosen: ReportFormat, junit: Path | None, more: dict[str, Any] | None = None
+) -> None:
+    if junit is not None:
+        render.write_text(junit, findings.as_junit([report], command), report.checkpoint)
+    match chosen:
+        case "json":
+            print(render.json_text(findings.as_json(report) | (more or {})))
+        case "github":
+            print(findings.as_github(report, command), end="")
+        case "markdown":
+            print(findings.as_markdown(report), end="")
+        case "text":
+            _print_text(report, command)
+        case _:
+            assert_never(chosen)
+
+
+def _print_reports(reports: Sequence[Report], chosen: ReportFormat, junit: Path | None) -> None:
+    """Several checkpoints' reports, one after the other; one document of JSON and of JUnit."""
+    if junit is not None:
+        render.write_text(junit, findings.as_junit(reports, "verify"), reports[0].checkpoint)
+    if chosen == "json":
+        whole = {"schema_version": findings.SCHEMA_VERSION, "valid": all(r.is_valid for r in reports)}
+        print(render.json_text(whole | {"reports": [findings.as_json(report) for report in reports]}))
+        return
+    for report in reports:
+        _print_report(report, "verify", chosen, None)
+
+
+def _print_text(report: Report, command: str) -> None:
+    good, bad = ("valid", "not valid") if command == "verify" else ("ready", "not ready")
+    errors = sum(check.errors for check in report.checks)
+    verdict = good if report.is_valid else f"{bad}: {counted(errors, 'error')}"
+    last = f"{render.escape(report.checkpoint)} ({report.format}) is {verdict}{report.verdict_suffix}"
+    if render.is_quiet():
+        wrong = [finding for finding in report.findings if finding.severity == "error"]
+        for line in (*findings.grouped(wrong), last) if wrong else ():
+            render.complain(line)
+        return
+    if command == "verify":
+        rows = [(c.name, c.looked_at, c.unit, c.errors, len(c.findings) - c.errors) for c in report.checks]
+        render.print_table(("check", "looked at", "", "errors", "warnings"), rows)
+    for line in findings.grouped(report.findings):
+        render.tell(line)
+    render.tell(last)

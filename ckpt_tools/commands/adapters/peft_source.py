@@ -1,0 +1,75 @@
+"""A PEFT directory, and its adapter merged into the tensors of a Hugging Face model."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
+from ckpt_tools.formats.locate.hub_cache import snapshot_of
+from ckpt_tools.formats.safetensors.catalog import read_safetensors_header, refuse_pointers
+from ckpt_tools.formats.storage.files import Files, absent_folder, read_whole
+from ckpt_tools.formats.storage.joined_files import joined_entry
+from ckpt_tools.formats.storage.open_files import open_files
+from ckpt_tools.formats.untrusted_documents import DocumentError, parse_json
+from ckpt_tools.megatron.huggingface.lora.peft import (
+    ADAPTER_WEIGHTS,
+    WithAdapter,
+    read_peft_settings,
+    with_adapter,
+)
+from ckpt_tools.megatron.huggingface.lora.peft_places import ADAPTER_CONFIG
+from ckpt_tools.model.catalog import Catalog
+
+
+def merge_peft(base: Catalog, adapter: str, shared: tuple[str, str] | None) -> WithAdapter:
+    """The tensors of a model with those of the PEFT directory `adapter` added; `shared` as of `with_adapter`.
+
+    Its files are named as among joined folders.
+
+    Raises:
+        UnsupportedCheckpointError: not such a directory, or an adapter that is not merged.
+        MappingError: it does not fit the model.
+        CorruptCheckpointError: damaged files.
+    """
+    with closing(open_files(snapshot_of(adapter))) as files:
+        if not files.exists(ADAPTER_CONFIG):
+            raise UnsupportedCheckpointError(_no_peft(adapter))
+        if not files.exists(ADAPTER_WEIGHTS):
+            raise UnsupportedCheckpointError(
+                f"{adapter} has no {ADAPTER_WEIGHTS}; save it with safe_serialization=True"
+            )
+        refuse_pointers(files, [ADAPTER_CONFIG, ADAPTER_WEIGHTS])
+        settings = read_peft_settings(_config(files))
+        stored = read_safetensors_header(files, ADAPTER_WEIGHTS)
+        entries = {key: joined_entry(files, e, f"{key} of {adapter}") for key, e in stored.items()}
+    return with_adapter(base, Catalog(files.location, entries, {}), settings, shared)
+
+
+def _no_peft(adapter: str) -> str:
+    """Why nothing is found there."""
+    place = Path(adapter.removeprefix("file://"))
+    if "://" not in adapter.removeprefix("file://") and not place.is_dir():
+        if place.exists():
+            return f"{adapter} is a file; give the PEFT directory ({place.parent})"
+        return absent_folder(place)
+    return f"{adapter} is not a PEFT directory: it has no {ADAPTER_CONFIG}"
+
+
+def is_peft(path: str) -> bool:
+    """Whether a folder is a PEFT directory."""
+    with closing(open_files(snapshot_of(path))) as files:
+        return files.exists(ADAPTER_CONFIG)
+
+
+def peft_files(path: str) -> Files:
+    """The files of a PEFT directory."""
+    return open_files(snapshot_of(path))
+
+
+def _config(files: Files) -> Any:
+    try:
+        return parse_json(read_whole(files, ADAPTER_CONFIG))
+    except DocumentError as error:
+        raise CorruptCheckpointError(f"{files.location}/{ADAPTER_CONFIG}: {error}") from error

@@ -1,0 +1,462 @@
+"""`preflight`: will a Megatron-FSDP job load this checkpoint, and how is it launched; told before a GPU is held."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.close_names import close_names
+from ckpt_tools.commands.check.launch import Launch, launch, unsaid
+from ckpt_tools.commands.convert.version_2 import is_version_2
+from ckpt_tools.commands.job.opened import Opened, open_checkpoint
+from ckpt_tools.commands.job.outputs import place_parts
+from ckpt_tools.errors import CorruptCheckpointError, UsageError
+from ckpt_tools.formats.locate.detect import TRACKER, tracked_iteration
+from ckpt_tools.formats.storage.files import AnyPath, path_text
+from ckpt_tools.formats.torch_archive.item_reader import load_object
+from ckpt_tools.formats.untrusted_documents import DocumentError, read_named_file
+from ckpt_tools.megatron.hybrid import is_hybrid
+from ckpt_tools.megatron.keys import fsdp_state, is_optimizer_key, rng_key, rng_shard
+from ckpt_tools.megatron.run_state.record import read_record, stored_tp
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
+from ckpt_tools.megatron.torch_dist.slices import layer_counts
+from ckpt_tools.verify.checkpoint import meaning
+from ckpt_tools.verify.checkpoint.place import check_entries
+from ckpt_tools.verify.checkpoint.structure import check_files
+from ckpt_tools.verify.readiness.facts import Facts, Rule, Stored
+from ckpt_tools.verify.readiness.job import (
+    BRIDGE,
+    MAIN,
+    PROGRAMS,
+    Job,
+    command_words,
+    is_bridge_command,
+    merge,
+    parse_command,
+    parse_yaml,
+    with_checkpoint_args,
+)
+from ckpt_tools.verify.readiness.job_settings import checked_settings
+from ckpt_tools.verify.readiness.load_rules import RULES
+from ckpt_tools.verify.report import ERROR, WARNING, Check, Finding, Report, Severity
+
+SCHEDULER = "opt_param_scheduler."
+_ENVIRONMENT = "unset CUDA_DEVICE_MAX_CONNECTIONS"
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_LAYER = re.compile(r"^(?P<layer>.*\blayers\.\d+\.(?:\w+_layer\.)?)(?P<rest>.+)$")
+_SCRIPTS = ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py")  # others may add flags of their own
+_PLACE = re.compile(r"\bCHECKPOINT\b")
+_AXES = {"ep": "expert_model", "etp": "expert_tensor", "cp": "context"}  # of a record, as Megatron names them
+_PACKED = re.compile(r"^(?P<module>.*\.)(?:in_proj\.|conv1d[._])(?:weight|bias)$")
+# Norms that Transformer Engine's projections have inside, and the modules of their own that stand for them elsewhere,
+# each beside the weight that it belongs to: MLA's input norm and that of experts are apart in every spec.
+_FUSED_NORM = re.compile(r"\.layer_norm_weight$")
+_NORM_APART = (
+    ("input_layernorm.weight", "self_attention.linear_qkv.weight"),
+    ("input_layernorm.weight", "self_attention.in_proj.weight"),
+    ("pre_mlp_layernorm.weight", "mlp.linear_fc1.weight"),
+    ("self_attention.kv_layernorm.weight", "self_attention.linear_kv_up_proj.weight"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a program starts from the checkpoint with the command that is made for it, or the rules that it breaks."""
+
+    program: str
+    how: str | None  # "resume", "fresh optimizer", "weights alone"; None: it does not
+    broken: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, object]:
+        """For reports."""
+        return {"program": self.program, "how": self.how, "broken": list(self.broken)}
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """The rules' verdicts, the program they were made for, how the job is launched, and what else would start.
+
+    There is no `launch` when it is not ready, and where the job is described without the script that runs it. `as_is`
+    starts a 3D-parallel job of Megatron-LM on a `torch_dist` checkpoint, where no job is described.
+    """
+
+    report: Report
+    program: str
+    launch: Launch | None
+    starts: tuple[Start, ...] = ()  # of an fsdp_dtensor checkpoint: every program
+    as_is: Launch | None = None
+
+
+def preflight(
+    checkpoint: AnyPath,
+    words: Sequence[str] = (),
+    yaml_file: Path | None = None,
+    iteration: int | None = None,
+    trust_pickle: bool = False,
+    target: str | None = None,
+) -> Preflight:
+    """Every rule on the checkpoint and on the job that is to load it.
+
+    `target` is the program that runs the job. The job is what `words` and `yaml_file` describe; without them the one
+    that the checkpoint's own arguments describe, which is the one that `launch` starts.
+
+    Raises:
+        UsageError: the YAML file or the command line cannot be read, or `target` is not a known program.
+        Otherwise the errors of opening a checkpoint.
+    """
+    checkpoint = path_text(checkpoint)
+    if target is not None and target not in PROGRAMS:
+        raise UsageError(
+            f"{target!r} is not a program that loads checkpoints; known are {', '.join(PROGRAMS)}"
+        )
+    words = command_words(words)
+    with open_checkpoint(checkpoint, iteration, trust_pickle, of_run=True) as opened:
+        about, packed_for = _about(opened)
+        place = _place(opened)
+        program = target or _program(about, words, yaml_file)
+        job = _described(words, yaml_file, program)
+        start = None
+        if job is not None:
+            start = Launch((_ENVIRONMENT,), tuple(words)) if job.script is not None else None
+        elif about.kind == "fsdp_dtensor":
+            start = _launch(about, program, packed_for, place)
+            job = parse_command(start.told, program)
+        facts, checks = _checks(about, job, program)
+        if about.kind == "fsdp_dtensor" or (about.kind == "torch_dist" and job is None):
+            checks.append(_place_check(place, job))
+        stored = _stored_checks(opened)
+        told = (_with_path(check, checkpoint) for check in (*checks, *stored))
+        report = Report(opened.location.path, opened.location.kind, tuple(told))
+        starts: tuple[Start, ...] = ()
+        if about.kind == "fsdp_dtensor":
+            broken = tuple(check.name for check in stored if check.errors)
+            starts = tuple(_start(about, other, packed_for, place, broken) for other in PROGRAMS)
+        as_is = None
+        if (
+            about.kind == "torch_dist"
+            and job is None
+            and program != BRIDGE
+            and not about.by_bridge
+            and about.args
+            and not any(check.errors for check in checks if check.name in ("place", "unsaid"))
+        ):
+            as_is = _launch(about, program, packed_for, place)
+        return Preflight(report, facts.job.program, start if report.is_valid else None, starts, as_is)
+
+
+def _launch(about: Facts, program: str, packed_for: int | None, place: _Place) -> Launch:
+    sizes = {"tensor_model_parallel_size": packed_for or 1}
+    step = None if place.tracked in (None, place.name) else place.iteration
+    return launch(replace(about, job=Job(sizes, program=program)), place.root or place.path, step)
+
+
+def _checks(about: Facts, job: Job | None, program: str) -> tuple[Facts, list[Check]]:
+    """The facts with the job, and the verdicts of the rules on both."""
+    facts = replace(about, job=with_checkpoint_args(job or Job(program=program), about.args))
+    facts, settings = checked_settings(facts)
+    if facts.kind != "fsdp_dtensor":  # no setting makes it load
+        (rule,) = (rule for rule in RULES if rule.name == "checkpoint-format")
+        return facts, [run_rule(rule, facts), _unsaid_check(facts)]
+    checks = [_flags_check(facts.job), _unsaid_check(facts), settings] if job is not None else []
+    return facts, checks + [run_rule(rule, facts) for rule in RULES if _applies(rule, facts, job is not None)]
+
+
+def _start(
+    about: Facts, program: str, packed_for: int | None, place: _Place, broken: tuple[str, ...]
+) -> Start:
+    """What comes of the command that would be printed for `program`."""
+    job = parse_command(_launch(about, program, packed_for, place).told, program)
+    facts, checks = _checks(about, job, program)
+    checks.append(_place_check(place, job))
+    broken += tuple(check.name for check in checks if check.errors)
+    if broken:
+        return Start(program, None, broken)
+    if not facts.loads("optim"):
+        return Start(program, "weights alone")
+    return Start(program, "fresh optimizer" if facts.begins else "resume")
+
+
+def run_rule(rule: Rule, facts: Facts) -> Check:
+    """The verdict of one rule on facts whose settings are sound (`checked_settings`)."""
+    found = rule.broken(facts)
+    fix = rule.fix if isinstance(rule.fix, str) else rule.fix(facts)
+    findings = () if found is None else (Finding(rule.name, rule.severity, found, rule.why, fix),)
+    return Check(rule.name, "rules", 1, findings, source=rule.where)
+
+
+def _with_path(check: Check, checkpoint: str) -> Check:
+    """The check with commands that can be run as they stand, but for the name of what they write."""
+    path = shlex.quote(checkpoint)
+    findings = (f._replace(fix=_PLACE.sub(lambda _: path, f.fix)) for f in check.findings)
+    return replace(check, findings=tuple(findings))
+
+
+def _applies(rule: Rule, facts: Facts, has_job: bool) -> bool:
+    if not rule.on_job:
+        return True
+    return has_job and facts.job.refused is None and facts.job.program in rule.programs
+
+
+def _described(words: Sequence[str], yaml_file: Path | None, program: str) -> Job | None:
+    """The job that the user describes, None when there is no description."""
+    job = None
+    if yaml_file is not None:
+        try:
+            job = parse_yaml(read_named_file(yaml_file), str(yaml_file), program)
+        except (OSError, DocumentError) as error:
+            raise UsageError(f"{yaml_file}: {error}") from None
+    if words:
+        command = parse_command(words, program if job is None else job.program)
+        job = command if job is None else merge(job, command)
+    return job
+
+
+def _program(about: Facts, words: Sequence[str], yaml_file: Path | None) -> str:
+    """Which program runs the job: its command says it, else the conversion, else the checkpoint's writer."""
+    if is_bridge_command(words):
+        return BRIDGE
+    written_for = about.target if about.target in PROGRAMS else None
+    if written_for is not None and (written_for != BRIDGE or not (words or yaml_file)):
+        return written_for
+    return BRIDGE if about.by_bridge and not (words or yaml_file) else MAIN
+
+
+def _about(opened: Opened) -> tuple[Facts, int | None]:
+    """What the checkpoint tells about the job that can load it, and that job's tensor-parallel size."""
+    catalog, common, kind = opened.catalog, opened.common, opened.location.kind
+    is_fsdp = kind == "fsdp_dtensor"
+    weights = meaning.fsdp_weights(catalog) if is_fsdp else meaning.torch_dist_weights(catalog)[0]
+    shapes = {weight.name: weight.shape for weight in weights}
+    keys = (*catalog.tensors, *catalog.objects)
+    if is_fsdp:
+        ranks = {(found.pp, found.tp) for found in map(rng_key, keys) if found}
+        states = {found.kind for found in map(fsdp_state, catalog.tensors) if found} - {"step"}
+    else:
+        ranks = {(rank.pp, rank.tp) for rank in map(rng_shard, catalog.objects) if rank}
+        states = {"any"} if any(is_optimizer_key(key) for key in keys) else set()
+    record = _target_of(opened, shapes, ranks)
+    facts = Facts(
+        kind=kind,
+        args=common.args or common.model_config,
+        by_bridge=not common.args and bool(common.model_config),
+        stored=replace(stored_style(shapes, is_fsdp), version_2=is_fsdp and is_version_2(catalog.tensors)),
+        has_args="args" in catalog.objects or not opened.location.has_run_config,
+        states=frozenset(states),
+        layout=optimizer_layout(catalog, common),
+        rng_ranks=frozenset(ranks),
+        tp_of_packed=record.tp,
+        packed=record.packed if is_fsdp else (),
+        target=record.program,
+        tokens=record.tokens,
+        ranks=record.ranks if is_fsdp else None,
+        sizes=record.sizes if is_fsdp else {},
+        schedule=_schedule(opened) if is_fsdp else {},
+    )
+    size = record.tp or facts.args.get("tensor_model_parallel_size")
+    return facts, size if isinstance(size, int) and size > 0 else None
+
+
+def _schedule(opened: Opened) -> dict[str, Any]:
+    """The stored state of the learning-rate schedule."""
+    stored = opened.catalog.objects
+    return {
+        key.removeprefix(SCHEDULER): load_object(opened.files, stored[key].item, opened.trust_pickle)
+        for key in stored
+        if key.startswith(SCHEDULER)
+    }
+
+
+def stored_style(shapes: Mapping[str, tuple[int, ...]], is_fsdp: bool) -> Stored:
+    """What names and shapes of the weights tell about the model; how it is spelled only where it is spelled live."""
+    rows = next((shape[0] for name, shape in shapes.items() if name.endswith(EMBEDDING) and shape), None)
+    output = any(name.endswith(OUTPUT) for name in shapes) if rows is not None else None
+    mtp = next((n for block, n in layer_counts(shapes).items() if ".mtp." in f".{block}"), 0)
+    if not is_fsdp:
+        return Stored(shapes, rows, output, mtp_layers=mtp)
+    fc1 = [name for name in shapes if ".linear_fc1.weight" in name]
+    experts = [name for name in shapes if ".experts." in name]
+    return Stored(
+        shapes,
+        rows,
+        output,
+        gated=any(name.endswith(("_w", "_v")) for name in fc1) if fc1 else None,
+        sequential_experts=any(".local_experts." in name for name in experts) if experts else None,
+        local_norms=local_norms(shapes),
+        mtp_layers=mtp,
+    )
+
+
+def local_norms(names: Collection[str]) -> bool | None:
+    """Whether norms are modules of their own that Transformer Engine would fuse; None where nothing tells.
+
+    A module `input_layernorm` alone tells nothing: before MLA's projections it stands in every layer spec.
+    """
+    rests: dict[str, set[str]] = {}
+    for match in filter(None, map(_LAYER.match, names)):
+        rests.setdefault(match["layer"], set()).add(match["rest"].removesuffix("_w"))
+    fused = any(_FUSED_NORM.search(f".{rest}") for layer in rests.values() for rest in layer)
+    apart = any({norm, weight} <= layer for layer in rests.values() for norm, weight in _NORM_APART)
+    return apart if fused != apart and not is_hybrid(names) else None  # a HybridModel has one spec only
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """The job that a conversion was made for, as far as anything tells."""
+
+    tp: int | None = None
+    packed: tuple[str, ...] = ()
+    program: str | None = None
+    tokens: int | None = None
+    ranks: int | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+
+def _target_of(opened: Opened, names: Iterable[str], rng: Collection[tuple[int, int]]) -> _Target:
+    """The job that the checkpoint was written for: by its record, its rng states, its arguments."""
+    record = read_record(opened.files)
+    size = stored_tp(record, rng, opened.common.args)
+    tp, packed = None if size is None else size.ranks, _packed(names)
+    if record is None:
+        return _Target(tp, packed)
+    named = {name: getattr(record, axis) for axis, name in _AXES.items()}
+    sizes = {name: axis.ranks for name, axis in named.items() if axis is not None}
+    ranks = None if record.dp is None else record.dp.ranks * (tp or 1)
+    return _Target(tp, packed, record.target, record.tokens, ranks, sizes)
+
+
+def _packed(names: Iterable[str]) -> tuple[str, ...]:
+    """The projections whose rows are grouped by tensor-parallel rank: of gated delta nets and Mamba mixers."""
+    live = set(names)
+    return tuple(
+        name for name in sorted(live) if (m := _PACKED.match(name)) and f"{m['module']}A_log" in live
+    )
+
+
+def _flags_check(job: Job) -> Check:
+    """Whether the program's own parser takes the command line."""
+    source = f"training/arguments.py parse_args ({job.program})"
+    if job.is_bridge:
+        return Check("flags", "settings", len(job.given), (), source="Megatron-Bridge run_recipe.py")
+    findings = []
+    if job.refused is not None:
+        findings.append(Finding("flags", ERROR, job.refused, f"the parser of Megatron-LM {job.program} stops at it",
+                                "give the flag as that version takes it"))  # fmt: skip
+    known_script = job.script is None or Path(job.script).name in _SCRIPTS
+    for word in job.unknown:
+        severity: Severity = ERROR if known_script else WARNING
+        findings.append(
+            Finding("flags", severity, word, f"Megatron-LM {job.program} knows no such flag", _meant(word))
+        )
+    return Check("flags", "flags", len(job.given) + len(job.unknown), tuple(findings), source=source)
+
+
+def _meant(word: str) -> str:
+    """What to write in the place of a word that no flag takes."""
+    from ckpt_tools.verify.readiness.megatron_args import flags_of, versions_with
+
+    option = word.partition("=")[0]
+    if others := versions_with(option):
+        return f"drop it, or run one of {', '.join(others)} (--target)"
+    close = (
+        close_names(option, [o for flag in flags_of(MAIN) for o in flag.options])
+        if option[:2] == "--"
+        else []
+    )
+    return f"did you mean {', '.join(close)}?" if close else "drop it"
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a job looks for the checkpoint: the folder `name` of the run's `root`, which the tracker names."""
+
+    path: str
+    root: str | None  # None: the folder is not named as an iteration, so that no job finds it
+    name: str
+    iteration: int | None
+    tracked: str | None = None
+    damaged: str | None = None  # what is wrong with the tracker
+
+
+def _place(opened: Opened) -> _Place:
+    location = opened.location
+    path = location.path if "://" in location.path else str(Path(location.path).absolute())
+    above, _, name = path.rpartition("/")
+    number = opened.common.iteration if location.iteration is None else location.iteration
+    is_found = name == ("release" if location.is_release else f"iter_{number or 0:07d}")
+    place = _Place(path, above if location.root is not None and is_found else None, name, number)
+    if place.root is None:
+        return place
+    try:
+        return replace(place, tracked=tracked_iteration(place.root))
+    except CorruptCheckpointError as error:
+        return replace(place, damaged=str(error))
+
+
+def _place_check(place: _Place, job: Job | None) -> Check:
+    """Whether a job finds the checkpoint by `--load`: by its tracker, or by `--ckpt-step`."""
+    why = "the job would start from random weights"
+    latest = "release" if place.name == "release" else str(place.iteration or 0)
+    track = f"echo {latest} > {shlex.quote(f'{place.root}/{TRACKER}')}"
+    load = job and job.get("load")
+    found, fix = None, ""
+    severity: Severity = ERROR
+    if place.root is None:
+        found = f"no job finds {place.path}: it is not a folder iter_NNNNNNN (or release) of a run"
+        step = place.iteration or 1
+        fix = f"mkdir RUN && mv {shlex.quote(place.path)} RUN/iter_{step:07d} && echo {step} > RUN/{TRACKER}"
+    elif load is not None and place_parts(str(load)) != place_parts(place.root):
+        found, fix = f"--load is {load}, the checkpoint lies in {place.root}", f"--load {place.root}"
+        why = "the job would load something else"
+    elif job is not None and job.get("ckpt_step") is not None:
+        if job.get("ckpt_step") != place.iteration:
+            found, fix = (
+                f"--ckpt-step is {job.get('ckpt_step')}, this is iteration {place.iteration}",
+                "drop it",
+            )
+            why = "the job would load something else"
+    elif place.tracked is None:
+        found, fix = place.damaged or f"{place.root} has no {TRACKER}", track
+    elif place.tracked != place.name:
+        found, fix = (
+            f"the tracker names {place.tracked}, not {place.name}",
+            f"--ckpt-step {latest}, or {track}",
+        )
+        why = "the job would load something else"
+    elif job is not None and load is None and job.refused is None:
+        found, fix, severity = "the command has no --load", f"--load {place.root}", WARNING
+    findings = () if found is None else (Finding("place", severity, found, why, fix),)
+    return Check("place", "places", 1, findings, source="training/checkpointing.py _load_base_checkpoint")
+
+
+def _unsaid_check(facts: Facts) -> Check:
+    """Whether the program has a flag for every setting that changes what the model computes."""
+    name = facts.job.program
+    findings = [
+        Finding("unsaid", ERROR, setting, f"no flag of Megatron-LM {name} can say it: it would train another model",
+                "run a program that can (--target), such as bridge")
+        for setting in unsaid(facts)
+    ]  # fmt: skip
+    return Check(
+        "unsaid", "settings", len(facts.args), tuple(findings), source=f"training/arguments.py ({name})"
+    )
+
+
+def _stored_checks(opened: Opened) -> list[Check]:
+    """The checks of `verify` that decide whether a strict load finds every key it asks for, and its bytes."""
+    if opened.location.kind != "fsdp_dtensor":
+        return []
+    weights = meaning.fsdp_weights(opened.catalog)
+    return [
+        check_files(opened.files, opened.catalog),
+        check_entries(opened.location, opened.catalog, opened.common),
+        meaning.check_layers(
+            weights, (), opened.common, meaning.stage_numbers(opened.catalog, opened.common)
+        ),
+        meaning.check_experts(weights, opened.common),
+        meaning.check_fsdp_states(opened.catalog, opened.common),
+        meaning.check_fsdp_groups(opened.catalog),
+    ]

@@ -1,0 +1,266 @@
+"""WRITE `fsdp_dtensor`: a model for a job of Megatron-FSDP, and a checkpoint of the format itself laid out anew."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Final, Literal
+
+from ckpt_tools.commands.convert.options import ConvertOptions
+from ckpt_tools.commands.convert.version_2 import VERSION_1, VERSION_2, for_version_1, for_version_2
+from ckpt_tools.commands.convert.warm_start import begun_at, weights_for_masters, with_run_state
+from ckpt_tools.commands.job.conversion import (
+    Conversion,
+    CutRows,
+    Progress,
+    Writer,
+    convert,
+    like_to_like,
+    open_source,
+)
+from ckpt_tools.commands.job.opened import Opened
+from ckpt_tools.commands.job.outputs import object_archives, read_bridge_files, trackers_of, with_record
+from ckpt_tools.commands.job.placements import Layout, target_model
+from ckpt_tools.commands.job.read_model import Wanted, need_torch_dist, read_model
+from ckpt_tools.commands.job.report import ConversionReport
+from ckpt_tools.commands.job.target_job import TargetJob, need_tp, said_tp, sized
+from ckpt_tools.execute.run import Output
+from ckpt_tools.formats.locate.detect import Location
+from ckpt_tools.formats.storage.files import AnyPath, Files, path_text
+from ckpt_tools.formats.torch_archive.item_reader import read_archive
+from ckpt_tools.megatron.dcp.write import build_dcp_target
+from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh, with_fresh_optimizer
+from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter
+from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.write import FsdpTarget, build_fsdp_target, writer_tp
+from ckpt_tools.megatron.run_state.bridge import RUN_CONFIG, TRAIN_STATE, fsdp_run_config, train_state_file
+from ckpt_tools.megatron.run_state.parallel_sizes import refuse_tensor_parallel
+from ckpt_tools.megatron.run_state.record import TargetRecord
+from ckpt_tools.megatron.vocab import VocabChange
+from ckpt_tools.model.box import Box
+from ckpt_tools.model.catalog import Item
+from ckpt_tools.model.deferred import Chosen
+from ckpt_tools.model.model import Model, without_optimizer
+from ckpt_tools.model.roles import MASTER, WEIGHT
+from ckpt_tools.model.target import TargetObject, TargetTensor
+
+if TYPE_CHECKING:
+    from ckpt_tools.megatron.torch_dist.read import Extent
+
+_BUILD: Final = {"fsdp_dtensor": build_fsdp_target, "dcp": build_dcp_target}
+
+
+def convert_to_fsdp_dtensor(
+    source: AnyPath,
+    output: AnyPath,
+    options: ConvertOptions | None = None,
+    progress: Progress | None = None,
+    dry_run: bool = False,
+) -> ConversionReport:
+    """Convert the `torch_dist` checkpoint at `source` and publish it at `output`; called on every rank.
+
+    A source that is `fsdp_dtensor` already is laid out anew (see `relayout.py`).
+
+    Raises:
+        UsageError: options that contradict each other, or an output that cannot be taken.
+        UnsupportedCheckpointError: the source is of a kind that is not read.
+        MappingError: options that contradict the checkpoint, or facts that cannot be proven from it.
+        VerificationError: masters that do not round to the stored weights.
+        CorruptCheckpointError, StorageError: damaged files, full disks.
+    """
+    source, output = path_text(source), path_text(output)
+    return convert(source, output, TO_FSDP_DTENSOR, options or ConvertOptions(), progress, dry_run)
+
+
+def plan_fsdp_dtensor(opened: Opened, options: ConvertOptions, world: int) -> Conversion:
+    """Everything up to the first byte; `world` processes convert."""
+    if opened.location.kind == "fsdp_dtensor":
+        from ckpt_tools.commands.convert.relayout import need_other_job
+
+        need_other_job(opened.location, options)
+    if stays_plain(opened, options):
+        return plan_plain(opened, options, world)
+    layout = options.layout or Layout(world=world, of_job=False)
+    return planned(opened, prepare_output(opened, options, layout), options, layout)
+
+
+def stays_plain(opened: Opened, options: ConvertOptions) -> bool:
+    """Whether the source is a state dict of a model that no format of Megatron can hold, and need not become one."""
+    if not options.keep_plain or opened.location.kind != "dcp":
+        return False
+    from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
+
+    return not is_megatron(read_state_dict(opened.catalog))
+
+
+def prepare_output(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversion:
+    """As `prepare`, under the names that the version of Megatron-FSDP has whose layout is asked for."""
+    prepared = prepare(opened, options, layout)
+    if prepared.to == "dcp":
+        return prepared
+    if layout.name == VERSION_1 and opened.location.kind == "fsdp_dtensor":
+        return for_version_1(prepared)
+    return for_version_2(prepared, opened.common, layout) if layout.name == VERSION_2 else prepared
+
+
+def prepare(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversion:
+    """The checkpoint as the `fsdp_dtensor` checkpoint that a job of `layout` loads.
+
+    Raises the errors of `convert_to_fsdp_dtensor` up to its plan.
+    """
+    if opened.location.kind == "fsdp_dtensor":
+        from ckpt_tools.commands.convert.relayout import prepare_relayout
+
+        return prepare_relayout(opened, options, layout)
+    if stays_plain(opened, options):
+        from ckpt_tools.commands.convert.relayout_plain import prepare_plain
+
+        return prepare_plain(opened, options, layout)
+    if opened.location.kind != "dcp":
+        need_torch_dist(opened)
+    optimizer: Extent = "masters" if options.target.weights_only else "whole"
+    model = read_model(opened, Wanted(optimizer, options.ignore_keys, workers=options.write.workers))
+    if options.target.fresh_optimizer:
+        model = with_run_state(model, opened)
+    return prepare_model(model, opened.files, options.target, layout)
+
+
+def plan_plain(opened: Opened, options: ConvertOptions, world: int) -> Conversion:
+    """A plain state dict for another job."""
+    from ckpt_tools.commands.convert.relayout_plain import need_job, plain_layout, prepare_plain
+
+    need_job(opened.location, options)
+    layout = plain_layout(options.layout or Layout(world=world, of_job=False))
+    return planned(opened, prepare_plain(opened, options, layout), options, layout)
+
+
+def prepare_model(
+    model: Model,
+    files: Files,
+    options: TargetOptions,
+    layout: Layout,
+    to: Literal["fsdp_dtensor", "dcp"] = "fsdp_dtensor",
+) -> Conversion:
+    """The model as a job of `layout` loads it; `files` are those of its source.
+
+    Raises:
+        UsageError: `--tp` is needed and was left out, or contradicts the layout.
+        Otherwise the errors of `build_fsdp_target`.
+    """
+    as_read, asked = model, options
+    check_fresh(options)
+    if options.fresh_optimizer:
+        model, options = with_fresh_optimizer(model, options)
+    stored = writer_tp(model)
+    asked_tp = said_tp(options.tp, layout)
+    if asked_tp is not None:
+        refuse_tensor_parallel(asked_tp.ranks, model.common.arg, (p.name for p in model.parameters))
+    tp = asked_tp or stored
+    built = _BUILD[to](model, replace(options, tp=tp.ranks))
+    need_tp(built.packed, options.tp, layout, stored)
+    plain: Literal["dcp"] | None = "dcp" if to == "dcp" else None
+    has_experts = any(p.expert is not None for p in model.parameters)
+    record = TargetRecord(built.dialect.name, tokens=built.tokens, format=plain)
+    record = sized(record, tp, layout, has_experts)
+    job = TargetJob(record, built.packed, built.vocabulary)
+    must_round = Chosen(built.target.tensors, lambda tensor: tensor.must_round_to)
+    small = _bridge_files(built, model, files, begins=bool(asked.fresh_optimizer))
+    in_place = any(MASTER in p.values and WEIGHT not in p.values for p in as_read.parameters)
+    left_out = MASTER in as_read.roles or as_read.unread  # a fresh optimizer's are not the source's
+
+    def without_masters(note: str) -> Conversion:
+        without = weights_for_masters if asked.fresh_optimizer else without_optimizer
+        return prepare_model(without(as_read, note), files, asked, layout, to)
+
+    return Conversion(
+        to=to,
+        loader=built.dialect.name,
+        iteration=None,
+        catalog=model.catalog,
+        target=built.target,
+        extra_files=with_record(small, job.record),
+        beside=trackers_of(small),
+        job=job,
+        masters="written" if must_round else "as_stored" if in_place else "left_out" if left_out else "none",
+        must_round=must_round,
+        optimizer_layout=as_read.optimizer_layout,
+        weights_only=asked.weights_only,
+        groups=dict(sorted(Counter(m.group for m in built.memberships.values()).items())),
+        fp8_recipe=model.settings.fp8_recipe,
+        must_be_zero=tuple(_cut_rows(built.vocab)),
+        without_masters=without_masters if asked.weights_only else None,
+        model=lambda: target_model(built, model.common),
+        archives=partial(_archives, built.target.objects, built.archives, files),
+    )
+
+
+def planned(opened: Opened, prepared: Conversion, options: ConvertOptions, layout: Layout) -> Conversion:
+    """The conversion for the ranks of `layout`."""
+
+    def without_masters(note: str) -> Conversion:
+        assert prepared.without_masters is not None
+        return planned(opened, prepared.without_masters(note), options, layout)
+
+    return replace(
+        prepared,
+        iteration=begun_at(opened.location, options.target).iteration,
+        plan=prepared.lay_out(layout),
+        check_masters=options.check_masters,
+        without_masters=None if prepared.without_masters is None else without_masters,
+        model=None,  # it is large, and not asked again
+        archives=None,
+    )
+
+
+def _archives(
+    objects: Iterable[TargetObject], stored: Mapping[str, Item], files: Files
+) -> Iterator[tuple[str, bytes]]:
+    """(key, archive) of every object; what is kept of the source goes along as it is stored."""
+    yield from object_archives(o for o in objects if o.key not in stored)
+    for key, item in stored.items():
+        yield key, read_archive(files, item)
+
+
+def _bridge_files(built: FsdpTarget, model: Model, files: Files, begins: bool) -> dict[str, bytes]:
+    """For Bridge the files that it reads beside the tensors.
+
+    A Bridge source's own are taken over; progress is made up from the args of a Megatron-LM source, and of a job that
+    `begins`.
+    """
+    if built.dialect.name != "bridge":
+        return {}
+    kept = read_bridge_files(files)
+    if begins:
+        kept.pop(TRAIN_STATE, None)
+    if RUN_CONFIG in kept:
+        kept[RUN_CONFIG] = fsdp_run_config(kept[RUN_CONFIG])
+    return {TRAIN_STATE: train_state_file(model.common.values, model.common.args)} | kept
+
+
+def _cut_rows(vocab: VocabChange) -> Iterator[CutRows]:
+    """What is cut off of the vocabulary, whatever it is."""
+    for parameter in vocab.parameters:
+        if parameter.name in vocab.cut:
+            yield _rows_from(parameter, vocab.kept)
+
+
+def _rows_from(parameter: LiveParameter, first: int) -> CutRows:
+    stored = parameter.stored[0]
+    value = stored.weight
+    tensor = TargetTensor(parameter.name, value.dtype, value.shape, value.sources)
+    rest = stored.shape[1:]
+    return CutRows(tensor, Box((first, *(0,) * len(rest)), (stored.shape[0] - first, *rest)))
+
+
+def membership_map(built: FsdpTarget) -> Mapping[str, int]:
+    """The content of a `param_to_param_group_map.json`: every trainable parameter's live name and group id."""
+    return {f"model.module.{name}": m.group for name, m in built.memberships.items()}
+
+
+def _place(source: str, location: Location, output: str, options: ConvertOptions) -> Output:
+    return like_to_like(source, begun_at(location, options.target), output, options)
+
+
+TO_FSDP_DTENSOR = Writer(open=open_source, place=_place, plan=plan_fsdp_dtensor, imported_as="fsdp_dtensor")

@@ -1,0 +1,148 @@
+"""For Megatron-FSDP v2 (`--megatron-fsdp-version 2` of Megatron-LM main): one wrapper less in every name.
+
+What v2 of main (d98e8a64) asks for is in mcore_fsdp_adapter.py (`FullyShardedDataParallelV2`) and checkpointing.py:
+`model.<name>`, the fp32 main weights. Of the optimizer it can neither save nor load anything (NotImplementedError).
+How v2 will store fused tensors nobody has said: the code that takes them apart for v1 asks for attributes that v2's
+parameters do not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
+
+from ckpt_tools.errors import MappingError, UsageError
+from ckpt_tools.megatron.keys import GROUP_META, MODEL_PREFIX, STATE_PREFIX, STEP, fsdp_state, split_half
+from ckpt_tools.megatron.run_state.common_state import CommonState
+from ckpt_tools.model.target import Target
+
+if TYPE_CHECKING:  # `diff` asks for names alone, and is not to wait for all that writes
+    from ckpt_tools.commands.job.conversion import Conversion
+    from ckpt_tools.commands.job.placements import Layout
+
+VERSION_1, VERSION_2 = "mfsdp-v1", "mfsdp-v2"
+Rename: TypeAlias = Callable[[str], str]
+Path: TypeAlias = tuple[str | int, ...]
+_WRAPPER = "module."
+_PREFIXES = ("model.", "optimizer.state.", GROUP_META)  # of the three kinds of names, before their wrappers
+_NOTE = "named for Megatron-FSDP v2 (--megatron-fsdp-version 2 of Megatron-LM main)"
+
+
+def for_version_2(prepared: Conversion, common: CommonState, layout: Layout) -> Conversion:
+    """What v2 asks for, of what v1 does; what has the names of v2 keeps them.
+
+    Raises:
+        MappingError: the model has tensors for which v2's form is not known.
+        UsageError: another program than main is to load it, or there is an optimizer.
+    """
+    _refuse(prepared, common, layout)
+    made = prepared if is_version_2(t.key for t in prepared.target.tensors) else _renamed(prepared, respelled)
+    return replace(
+        made,
+        target=replace(made.target, notes=(*made.target.notes, _NOTE)),
+        without_masters=None
+        if prepared.without_masters is None
+        else lambda note: _again(prepared, note, common, layout),
+    )
+
+
+def for_version_1(prepared: Conversion) -> Conversion:
+    """What v1 asks for, of a checkpoint that may have the names of v2."""
+    if not is_version_2(t.key for t in prepared.target.tensors):
+        return prepared
+    return _renamed(prepared, wrapped)
+
+
+def respelled(key: str) -> str:
+    """The key under which v2 asks for what v1 has under `key`."""
+    for prefix in _PREFIXES:
+        if key.startswith(prefix + _WRAPPER):
+            return prefix + key[len(prefix + _WRAPPER) :]
+    return key
+
+
+def wrapped(key: str) -> str:
+    """The key under which v1 asks for what v2 has under `key`."""
+    for prefix in _PREFIXES:
+        if key.startswith(prefix):
+            return prefix + _WRAPPER + key[len(prefix) :]
+    return key
+
+
+def is_version_2(keys: Iterable[str]) -> bool:
+    """Whether weights, and optimizer states where there are some, have the names that v2 asks for."""
+    own = [key for key in keys if key.startswith(_PREFIXES)]
+    of_version_1 = (f"{MODEL_PREFIX}.", f"{STATE_PREFIX}.")
+    return bool(own) and not any(key.startswith(of_version_1) for key in own)
+
+
+def _again(prepared: Conversion, note: str, common: CommonState, layout: Layout) -> Conversion:
+    assert prepared.without_masters is not None
+    return for_version_2(prepared.without_masters(note), common, layout)
+
+
+def _renamed(prepared: Conversion, rename: Rename) -> Conversion:
+    archives, target = prepared.archives, prepared.target
+    renamed = replace(
+        target,
+        tensors=tuple(
+            replace(t, key=rename(t.key), path=_path(t.path, rename(t.key))) for t in target.tensors
+        ),
+        inline=tuple(replace(t, key=rename(t.key), path=_path(t.path, rename(t.key))) for t in target.inline),
+        objects=tuple(
+            replace(o, key=rename(o.key), path=_path(o.path, rename(o.key))) for o in target.objects
+        ),
+    )
+    assert archives is not None  # nothing is laid out yet
+    return replace(
+        prepared, target=renamed, archives=lambda: ((rename(key), data) for key, data in archives())
+    )
+
+
+def _path(path: Path, key: str) -> Path:
+    """The planner path of what gets the name `key`: only the step that is a parameter's name becomes another."""
+    if len(path) < 2:
+        return (key,) if path else ()
+    at = {"model": 1, "optimizer": 2}.get(str(path[0]), len(path))
+    if at >= len(path):
+        return path
+    before, after = ".".join(map(str, path[:at])) + ".", "".join(f".{step}" for step in path[at + 1 :])
+    return (*path[:at], key[len(before) : len(key) - len(after)], *path[at + 1 :])
+
+
+def _refuse(prepared: Conversion, common: CommonState, layout: Layout) -> None:
+    if prepared.loader not in (None, "main"):
+        raise UsageError(
+            f"--layout {VERSION_2}: Megatron-FSDP v2 is a part of Megatron-LM main, not of {prepared.loader}; "
+            "use --target main"
+        )
+    if layout.topology is not None:
+        layout.topology.check_layout(VERSION_2)
+    fused = next(_fused(prepared.target, common), None)
+    if fused is not None:
+        raise MappingError(
+            f"--layout {VERSION_2}: {fused}. Megatron-FSDP v2 of Megatron-LM main (d98e8a64) ends with an error when "
+            "it saves or loads such a tensor: the code of its checkpoints takes it apart by attributes that only v1 "
+            "sets, and no released or proposed code shows what v2 will store. Use --layout mfsdp-v1"
+        )
+    if _has_optimizer(prepared.target):
+        raise UsageError(
+            f"--layout {VERSION_2}: Megatron-FSDP v2 of Megatron-LM main loads no optimizer (it ends with "
+            "NotImplementedError); pass --weights-only without --fresh-optimizer, or run `strip` first"
+        )
+
+
+def _fused(target: Target, common: CommonState) -> Iterator[str]:
+    """Tensors that are one in the running model and several in a checkpoint of v1."""
+    for tensor in target.tensors:
+        whole, half = split_half(tensor.parameter)
+        if half:
+            yield f"{whole} is a gated MLP's, gate and up in one"
+    if common.arg("mla_down_proj_fusion"):
+        yield "the down-projections of multi-latent attention are fused (--mla-down-proj-fusion)"
+
+
+def _has_optimizer(target: Target) -> bool:
+    states = (fsdp_state(tensor.key) for tensor in target.tensors)
+    return any(state is not None and state.kind != STEP for state in states)

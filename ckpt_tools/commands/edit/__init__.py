@@ -1,0 +1,12 @@
+"""`modify-state-dict`, `slice`, `strip`, `average`, `repair`, `copy`.
+
+* `modify`: `modify-state-dict`
+* `slice`: `slice`
+* `slice_plain`: of a plain state dict
+* `strip`: `strip`
+* `average`: `average`
+* `mean_targets`: of which stored tensors each tensor of a mean is made
+* `repair`: `repair`
+* `mend_keys`: what it does to keys of `fsdp_dtensor`
+* `copy`: `copy`
+"""

@@ -1,0 +1,330 @@
+"""`copy`: a checkpoint, or all of a run, from one place to another, byte for byte: folders, object stores, the web.
+
+Files keep their names and bytes. Every payload is proven against the checksum that its writer stored while it is
+copied; the copy appears whole or not at all, and a copy that was stopped goes on. Whatever the format, what a folder
+holds beside its tensors comes along; folders inside of it do not, and are named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckpt_tools.commands.job.iterations import all_iterations, holds, is_being_written
+from ckpt_tools.commands.job.opened import open_checkpoint, warn_of_iteration
+from ckpt_tools.commands.job.outputs import choose_output, is_root
+from ckpt_tools.errors import (
+    CkptError,
+    Interrupted,
+    Terminated,
+    UnsupportedCheckpointError,
+    UsageError,
+    VerificationError,
+)
+from ckpt_tools.execute.move.source_reader import SourceReader, frame_reads, has_stores, store_ranges
+from ckpt_tools.execute.output.finished import is_written
+from ckpt_tools.execute.processes.ranks import Ranks
+from ckpt_tools.execute.processes.workers import shared_out
+from ckpt_tools.execute.proof.payload_sums import Stored, check
+from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
+from ckpt_tools.execute.write_job import METADATA
+from ckpt_tools.formats.dcp.metadata_read import MAX_METADATA_BYTES
+from ckpt_tools.formats.locate.detect import BRIDGE_TRACKER, Location, locate
+from ckpt_tools.formats.safetensors.catalog import read_safetensors_header
+from ckpt_tools.formats.storage import crc
+from ckpt_tools.formats.storage.files import AnyPath, Files, path_text, read_whole
+from ckpt_tools.formats.storage.open_files import open_files
+from ckpt_tools.formats.storage.prefetch import Range, reading_ahead
+from ckpt_tools.formats.storage.tree import files_below
+from ckpt_tools.formats.torch_archive.item_reader import Stretch, read_archive, record_stretches, whole_file
+from ckpt_tools.megatron.run_state.common_state import read_common_state
+from ckpt_tools.model.catalog import Catalog, Item
+from ckpt_tools.model.transfers import Plan
+from ckpt_tools.plan.raw_files import RawFile, Run, build_copy_plan
+
+_SMALL_BYTES = 1 << 20  # files up to this length are held in memory
+_PROVEN_WHOLE = 64 << 10  # archives up to this length are proven when they are planned
+_AHEAD_BYTES = 8 << 20  # of archives' frames in a store that are on their way
+_RECORD_BYTES = 4096  # and so are records up to this length, which describe a payload
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOptions:
+    """What is copied and how."""
+
+    iteration: int | None = None  # of a root; None: its latest
+    every_iteration: bool = False
+    read_back: bool = False  # compare the copy with the source once more
+    trust_pickle: bool = False
+    overwrite: bool = False
+    resume: bool = False
+    write: WriteOptions = field(default_factory=WriteOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What became of one checkpoint."""
+
+    source: str
+    output: str
+    files: int
+    nbytes: int
+    proven: int  # payloads and small archives that have the checksum their writer stored
+    without_checksum: int  # payloads whose writer stored none
+    read_back: bool
+    left_out: tuple[str, ...]  # names of files in inner folders, and of what is not a file
+    written: WriteReport
+
+    def as_json(self) -> dict[str, Any]:
+        """In JSON's types."""
+        return {
+            "source": self.source,
+            "output": self.output,
+            "files": self.files,
+            "bytes": self.nbytes,
+            "seconds": self.written.seconds,
+            "payloads_proven": self.proven,
+            "payloads_without_checksum": self.without_checksum,
+            "read_back": self.read_back,
+            "left_out": list(self.left_out),
+            "replaced": self.written.replaced,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class CopyReport:
+    """What was copied; of all iterations of a run also those that were there already or could not be copied."""
+
+    copied: tuple[Copied, ...]
+    already_there: tuple[int, ...] = ()
+    not_finished: tuple[int, ...] = ()  # the newest, which its job is still writing
+    failed: tuple[tuple[int | None, CkptError], ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """In JSON's types."""
+        return {
+            "schema_version": 1,
+            "copied": [one.as_json() for one in self.copied],
+            "already_there": list(self.already_there),
+            "not_finished": list(self.not_finished),
+            "failed": [
+                {"iteration": number, "exit_code": error.exit_code, "error": str(error)}
+                for number, error in self.failed
+            ],
+        }
+
+
+def copy_checkpoint(
+    source: AnyPath,
+    output: AnyPath,
+    options: CopyOptions | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> CopyReport:
+    """Copy the checkpoint at `source` to `output`: a run's root to a root with its tracker, one folder to a folder.
+
+    With `options.every_iteration` all iterations of a root, the latest last: past those that are there already, and
+    past those that cannot be copied, which the report names.
+
+    Raises:
+        UsageError: the output overlaps the source or is taken.
+        CorruptCheckpointError: a payload has another checksum than its writer stored; nothing is published.
+        VerificationError: reading back, the copy is not what the source is.
+        Otherwise the errors of opening and writing.
+    """
+    source, output = path_text(source), path_text(output)
+    options = options or CopyOptions()
+    if not options.every_iteration:
+        return CopyReport((_copy(source, output, options, progress),))
+    if options.iteration is not None:
+        raise UsageError("one iteration is asked for, and all of them; give one of both")
+    numbers, latest = all_iterations(source)
+    there = (
+        [] if options.overwrite else [n for n in numbers if n is not None and holds(source, output, n, ())]
+    )
+    copied, failed, unfinished = list[Copied](), list[tuple[int | None, CkptError]](), list[int]()
+    for number in (n for n in numbers if n not in there):
+        chosen = replace(options, iteration=number)
+        try:
+            copied.append(_copy(source, output, chosen, progress, tracker=latest not in there))
+        except (Interrupted, Terminated):
+            raise
+        except CkptError as error:
+            if number is not None and is_being_written(source, number):
+                unfinished.append(number)
+            else:
+                failed.append((number, error))
+    return CopyReport(tuple(copied), tuple(there), tuple(unfinished), tuple(failed))
+
+
+def _copy(
+    source: str,
+    output: str,
+    options: CopyOptions,
+    progress: Callable[[int, int], None] | None,
+    tracker: bool = True,
+) -> Copied:
+    with open_checkpoint(source, options.iteration, options.trust_pickle, with_common=False) as opened:
+        location, files, catalog = opened.location, opened.files, opened.catalog
+        with suppress(CkptError):  # a state that cannot be read is copied as it is
+            warn_of_iteration(location, read_common_state(files, catalog, options.trust_pickle))
+        place = choose_output(source, location, output, options.overwrite, options.resume, tracker)
+        _refuse_inner(location, catalog)
+        odd: list[str] = []
+        names = files_below(location.path, odd)
+        left_out = (*(name for name in names if "/" in name), *sorted(odd))
+        sizes = {name: nbytes for name, nbytes in names.items() if "/" not in name}
+        sizes |= {
+            name: files.size(name) for name in _named_by(catalog) - sizes.keys()
+        }  # a server without an index
+        big = {name: n for name, n in sizes.items() if n and (n > _SMALL_BYTES or _holds_tensors(name))}
+        big.pop(METADATA, None)
+        runs, proven_whole = _runs(files, catalog, big, options.write.check_source != "none")
+        small = _small_files(files, [name for name in sizes if name not in big])
+        plan = build_copy_plan(runs)
+        place = replace(
+            place, extra_files=small, is_dcp=False, beside={**place.beside, **_trackers(source, location)}
+        )
+        with shared_out(plan.bytes_to_write, options.write, Ranks(), place.directory) as (ranks, write):
+            written = write_checkpoint(plan, files, place, write, ranks=ranks, progress=progress)
+        if options.read_back:
+            _read_back(plan, files, place, options.write)
+    without = sum(run.crc32 is None for file in runs.values() for run in file.runs)
+    return Copied(
+        location.path,
+        str(place.directory),
+        len(sizes),
+        sum(sizes.values()),
+        written.payloads_proven + proven_whole,
+        without,
+        options.read_back,
+        left_out,
+        written,
+    )
+
+
+def _refuse_inner(location: Location, catalog: Catalog) -> None:
+    """
+    Raises:
+        UnsupportedCheckpointError: entries lie in folders inside the checkpoint.
+    """
+    if inner := sorted(name for name in _named_by(catalog) if "/" in name):
+        raise UnsupportedCheckpointError(
+            f"{location.path}: {METADATA} places entries in a folder inside the checkpoint ({inner[0]}), which copy "
+            "does not take. Convert it, or copy the folder with another program."
+        )
+
+
+def _named_by(catalog: Catalog) -> set[str]:
+    """The files that a catalog's items lie in."""
+    tensors = {chunk.item.file for entry in catalog.tensors.values() for chunk in entry.chunks}
+    return tensors | {entry.item.file for entry in catalog.objects.values()}
+
+
+def _holds_tensors(name: str) -> bool:
+    return name.endswith((".distcp", ".safetensors"))
+
+
+def _small_files(files: Files, names: Iterable[str]) -> dict[str, bytes]:
+    """Files as bytes; `.metadata` last, which makes a folder in a store a checkpoint."""
+    ordered = sorted(names, key=lambda name: (name == METADATA, name))
+    return {name: read_whole(files, name, MAX_METADATA_BYTES) for name in ordered}
+
+
+def _trackers(source: str, location: Location) -> Mapping[str, bytes]:
+    """Bridge's tracker, where it names what is copied; Megatron's is made by `choose_output`."""
+    if location.tracker != BRIDGE_TRACKER or location.root is None or not is_root(source, location):
+        return {}
+    if locate(location.root).path != location.path:
+        return {}
+    with closing(open_files(location.root)) as files:
+        return {BRIDGE_TRACKER: read_whole(files, BRIDGE_TRACKER)}
+
+
+def _runs(
+    files: Files, catalog: Catalog, sizes: Mapping[str, int], prove: bool
+) -> tuple[dict[str, RawFile], int]:
+    """The payloads of every file, and how many small archives were proven on the way."""
+    runs: dict[str, list[Run]] = {name: [] for name in sizes}
+    heads: dict[str, bytes] = {}
+    proven = 0
+    for name in sizes:
+        if name.endswith(".safetensors"):
+            entries = read_safetensors_header(files, name).values()
+            chunks = [chunk for entry in entries for chunk in entry.chunks]
+            first = min((chunk.item.offset for chunk in chunks), default=sizes[name])
+            heads[name] = files.read(name, 0, first)
+            keys = {chunk.item: entry.key for entry in entries for chunk in entry.chunks}
+            runs[name] = [Run(item.offset, item.length, key, item.crc32) for item, key in keys.items()]
+    archives = (one for one in _archives(files, catalog, sizes) if one[0].file in runs)
+    with reading_ahead(
+        archives, lambda one: _archive_reads(files, one[0]), _AHEAD_BYTES if has_stores(files) else 0
+    ) as inside:
+        for item, key in inside:
+            if item.length <= _PROVEN_WHOLE and prove:
+                read_archive(files, item)
+                proven += 1
+            elif item.length > _PROVEN_WHOLE:
+                for record in record_stretches(files, item):
+                    if record.nbytes > _RECORD_BYTES:
+                        runs[item.file].append(Run(record.start, record.nbytes, key, record.crc32))
+                    elif prove:
+                        _prove_record(files, item, key, record)
+    return {
+        name: RawFile(n, _disjoint(runs[name]), heads.get(name, b"")) for name, n in sizes.items()
+    }, proven
+
+
+def _archive_reads(files: Files, item: Item) -> Iterator[Range]:
+    """What `_runs` reads of an archive in a store."""
+    if item.length <= _PROVEN_WHOLE:
+        return store_ranges(files, item.file, item.offset, item.offset + item.length)
+    return frame_reads(files, item)
+
+
+def _prove_record(files: Files, item: Item, key: str, record: Stretch) -> None:
+    """
+    Raises:
+        CorruptCheckpointError: a small record has another checksum than its writer stored.
+    """
+    start, nbytes, crc32 = record
+    if crc32 is not None:
+        found = crc.crc32(files.read(item.file, start, nbytes))
+        check(key, Stored(item, start, nbytes, crc32), found)
+
+
+def _archives(files: Files, catalog: Catalog, sizes: Mapping[str, int]) -> Iterator[tuple[Item, str]]:
+    """Every `torch.save` archive once: items of tensors and objects, and files that are one."""
+    seen = set[Item]()
+    stored = [(c.item, entry.key) for entry in catalog.tensors.values() for c in entry.chunks]
+    for item, key in [*stored, *((entry.item, key) for key, entry in catalog.objects.items())]:
+        if not item.bare and item not in seen:
+            seen.add(item)
+            yield item, key
+    for name in sizes:
+        if name.endswith(".pt"):
+            yield whole_file(files, name), name
+
+
+def _disjoint(runs: Iterable[Run]) -> list[Run]:
+    """Runs in order; of two that share bytes the first, which is then read on to where the next begins."""
+    kept: list[Run] = []
+    for run in sorted(runs):
+        if not kept or run.start >= kept[-1].start + kept[-1].nbytes:
+            kept.append(run)
+    return kept
+
+
+def _read_back(plan: Plan, files: Files, place: Output, write: WriteOptions) -> None:
+    """
+    Raises:
+        VerificationError: the copy is not, byte for byte, what the source is.
+    """
+    with closing(SourceReader(files)) as reader:
+        same = is_written(plan, place, plan.items, reader, write, small_parts=True, tick=lambda: None)
+    if not same:
+        raise VerificationError(
+            f"{place.directory}: read back, it differs from {files.location}. Do not use it; copy again with "
+            "--overwrite, and check the storage."
+        )

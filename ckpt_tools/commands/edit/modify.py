@@ -1,0 +1,166 @@
+"""`modify-state-dict`: a copy of a checkpoint without some keys or with other names; its bytes are moved."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from ckpt_tools.commands.job.opened import Opened, open_checkpoint
+from ckpt_tools.commands.job.rewrite import Edited, EditOptions, need_dcp, rewrite
+from ckpt_tools.errors import MappingError, UsageError, list_problems
+from ckpt_tools.formats.storage.files import AnyPath, path_text
+from ckpt_tools.formats.torch_archive.item_reader import read_archive
+from ckpt_tools.model.target import Target, TargetObject, TargetTensor
+from ckpt_tools.model.views import Source
+
+KeyPath = tuple[str | int, ...]
+
+
+class Operation(NamedTuple):
+    """`remove` every key in which `pattern` is found, or `rename` by substituting it."""
+
+    text: str  # as the user wrote it
+    pattern: re.Pattern[str]
+    replacement: str | None  # None: remove
+
+
+def modify_state_dict(
+    source: AnyPath,
+    output: AnyPath,
+    operations: Sequence[str],
+    options: EditOptions | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Edited:
+    """Write the checkpoint at `source` to `output` with `operations` carried out on its keys.
+
+    Removals come first; of several renames the first whose pattern is found in a key wins (`re.search`, `re.sub`).
+
+    Raises:
+        UsageError: an operation that cannot be read, or that changes nothing; nothing would be left.
+        MappingError: two keys would get the same name.
+        Otherwise the errors of opening, planning and writing.
+    """
+    source, output = path_text(source), path_text(output)
+    options = options or EditOptions()
+    parsed = [parse_operation(text) for text in operations]
+    if not parsed:
+        raise UsageError(
+            'nothing to do; give at least one --op "remove REGEX" or --op "rename REGEX REPLACEMENT"'
+        )
+    with open_checkpoint(source, options.iteration, options.trust_pickle, of_run=True) as opened:
+        need_dcp(opened)
+        catalog = opened.catalog
+        keys = [*catalog.tensors, *catalog.objects]
+        names = new_names(keys, parsed)
+        target = _target(opened, names)
+        items = [(names[key], entry.item) for key, entry in catalog.objects.items() if key in names]
+        blobs = ((name, read_archive(opened.files, item)) for name, item in items)
+        shapes = catalog.original_shapes
+        if shapes is not None:
+            shapes = {names[key]: shape for key, shape in shapes.items() if key in names}
+        report = rewrite(
+            source, opened, output, target, blobs, options, original_shapes=shapes, progress=progress
+        )
+    return Edited(
+        source=source,
+        output=output,
+        source_format=opened.location.kind,
+        tensors=len(target.tensors),
+        objects=len(target.objects),
+        removed=tuple(key for key in keys if key not in names),
+        renamed={key: name for key, name in names.items() if key != name},
+        written=report,
+        left_out=opened.location.left_out,
+    )
+
+
+def parse_operation(text: str) -> Operation:
+    """The operation that `remove REGEX` or `rename REGEX REPLACEMENT` describes.
+
+    Raises:
+        UsageError: it describes none.
+    """
+    kind, *words = text.split() or [""]
+    if (kind, len(words)) not in (("remove", 1), ("rename", 2)):
+        raise UsageError(
+            f"--op {text!r}: expected 'remove REGEX' or 'rename REGEX REPLACEMENT' (a space in a pattern is \\s)"
+        )
+    try:
+        pattern = re.compile(words[0])
+        if len(words) == 2:
+            re.sub(pattern, words[1], "")  # a replacement may name groups that the pattern has not
+    except (re.error, IndexError) as error:
+        raise UsageError(f"--op {text!r}: {error}") from None
+    return Operation(text, pattern, words[1] if len(words) == 2 else None)
+
+
+def new_names(keys: Iterable[str], operations: Sequence[Operation]) -> dict[str, str]:
+    """Every key that stays -> its new name, in the given order.
+
+    Raises:
+        UsageError: an operation changes nothing, or nothing is left.
+        MappingError: two keys get the same name.
+    """
+    removals = [op for op in operations if op.replacement is None]
+    renames = [op for op in operations if op.replacement is not None]
+    used: set[Operation] = set()
+    names: dict[str, str] = {}
+    for key in keys:
+        removing = next((op for op in removals if op.pattern.search(key)), None)
+        renaming = next((op for op in renames if op.pattern.search(key)), None)
+        if removing is not None:
+            used.add(removing)
+        elif renaming is None or renaming.replacement is None:
+            names[key] = key
+        else:
+            used.add(renaming)
+            names[key] = renaming.pattern.sub(renaming.replacement, key)
+    idle = [op.text for op in operations if op not in used]
+    if idle:
+        raise UsageError(
+            "operations that no key needs; are the patterns right?\n" + list_problems(idle), idle
+        )
+    if not names:
+        raise UsageError("no key would be left; nothing was written")
+    if "" in names.values():
+        raise UsageError("a key would get an empty name; nothing was written")
+    clashes = [name for name, count in Counter(names.values()).items() if count > 1]
+    if clashes:
+        raise MappingError("several keys would get the same name:\n" + list_problems(clashes), clashes)
+    return names
+
+
+def _target(opened: Opened, names: dict[str, str]) -> Target:
+    catalog, paths = opened.catalog, opened.catalog.planner_paths
+    return Target(
+        tensors=tuple(
+            TargetTensor(names[k], e.dtype, e.shape, (Source(k),), new_path(paths.get(k, (k,)), names[k]))
+            for k, e in catalog.tensors.items()
+            if k in names
+        ),
+        objects=tuple(
+            TargetObject(names[k], None, new_path(paths.get(k, (k,)), names[k]))
+            for k in catalog.objects
+            if k in names
+        ),
+    )
+
+
+def new_path(path: KeyPath, name: str) -> KeyPath:
+    """The planner path of a renamed key: what is unchanged at both ends stays apart, the middle becomes one step."""
+    if ".".join(map(str, path)) == name:
+        return path
+    head, tail, rest = [], [], name
+    for step in path:
+        if not rest.startswith(f"{step}."):
+            break
+        head.append(step)
+        rest = rest[len(f"{step}.") :]
+    for step in reversed(path[len(head) :]):
+        if not rest.endswith(f".{step}"):
+            break
+        tail.append(step)
+        rest = rest[: -len(f".{step}")]
+    return (*head, rest, *reversed(tail))

@@ -1,0 +1,365 @@
+"""`slice`: a few layers of a checkpoint as a small, whole checkpoint of its own, for tests and CI.
+
+Layers are renumbered from 0 and the stored arguments say so. Optimizer states that are flattened or in buckets come
+out as `fully_reshardable`: a part of a bucket is not a bucket.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_tools.commands.edit.slice_plain import PlainCut, plain_cut, renamer
+from ckpt_tools.commands.job.opened import Opened, open_checkpoint
+from ckpt_tools.commands.job.read_model import shared_by
+from ckpt_tools.commands.job.rewrite import Edited, EditOptions, rewrite
+from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
+from ckpt_tools.formats.pickle.unpickle import StandIn
+from ckpt_tools.formats.storage.files import AnyPath, path_text, read_whole
+from ckpt_tools.formats.torch_archive.item_reader import read_archive
+from ckpt_tools.formats.torch_archive.object_writer import dump_archive
+from ckpt_tools.formats.untrusted_documents import parse_yaml
+from ckpt_tools.megatron.dcp.state_dict import read_state_dict
+from ckpt_tools.megatron.huggingface.vision.tower_settings import changed_record
+from ckpt_tools.megatron.huggingface.vision.towers import TEXT
+from ckpt_tools.megatron.huggingface.vision.vision_language import VISION
+from ckpt_tools.megatron.keys import (
+    COMMON_OBJECT,
+    ObjectShard,
+    is_of_transformers,
+    is_optimizer_key,
+    name_start,
+    object_shard,
+    shard_key,
+    stacked_axes,
+)
+from ckpt_tools.megatron.run_state.common_state import COMMON_FILE, RUN_CONFIG
+from ckpt_tools.megatron.run_state.layer_settings import Layers, cut_settings
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import StateTensor
+from ckpt_tools.megatron.torch_dist.other_optimizers import spelled_master
+from ckpt_tools.megatron.torch_dist.read import TorchDistSource, read_torch_dist
+from ckpt_tools.megatron.torch_dist.slices import layer_counts
+from ckpt_tools.megatron.torch_dist.write import CONTENT_METADATA, OPTIMIZER_METADATA
+from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.model import Model
+from ckpt_tools.model.roles import MASTER
+from ckpt_tools.model.target import Target, TargetObject, TargetTensor
+from ckpt_tools.model.views import Insert, Narrow, Place, Source, Step
+from ckpt_tools.verify.checkpoint.meaning import fsdp_weights, torch_dist_weights
+
+_NUMBER = re.compile(r"(\d+)(?=\.)")
+_NATURAL = ("none", "fully_reshardable", "non_distributed")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Layers `[start, stop)` of the `count` layers of a block (`decoder.layers.`)."""
+
+    block: str
+    start: int
+    stop: int
+    count: int
+    fsdp: bool  # whose keys: of `fsdp_dtensor`, or of `torch_dist`
+    plain: PlainCut | None = None  # or of a plain state dict
+
+    def key(self, key: str) -> str | None:
+        """The key with its layer renumbered, the same for other keys, None for a layer that is left out."""
+        if self.plain is not None:
+            return self.plain.names[key]
+        shard = object_shard(key)
+        if shard and self.is_stacked(key):
+            return self._shard(shard)
+        head, name = self._split(key)
+        number = _NUMBER.match(name, len(self.block)) if name.startswith(self.block) else None
+        if number is None:
+            return key
+        layer = int(number[1])
+        if not self.start <= layer < self.stop:
+            return None
+        return f"{head}{self.block}{layer - self.start}{name[number.end() :]}"
+
+    def is_stacked(self, key: str) -> bool:
+        """Whether the key's tensor or object has the block's layers along its first axis."""
+        if self.plain is not None:
+            return False
+        _, name = self._split(key)
+        return name.startswith(self.block) and not _NUMBER.match(name, len(self.block))
+
+    def path(self, key: str, path: tuple[str | int, ...]) -> tuple[str | int, ...]:
+        """The planner path of a key that stays, () for that of its name."""
+        if self.plain is not None:
+            return self.plain.path(key, path)
+        return path if self.key(key) == key else ()
+
+    def _split(self, key: str) -> tuple[str, str]:
+        at = name_start(key, self.fsdp)
+        return key[:at], key[at:]
+
+    def _shard(self, shard: ObjectShard) -> str | None:
+        """The key of one layer's object in the new numbering."""
+        layer, *rest = shard.place
+        if not self.start <= layer < self.stop:
+            return None
+        grid = (self.stop - self.start, *shard.grid[1:])
+        return shard_key(shard.name, (layer - self.start, *rest), grid)
+
+
+def slice_layers(
+    source: AnyPath,
+    output: AnyPath,
+    layers: str,
+    block: str | None = None,
+    options: EditOptions | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Edited:
+    """Write layers `start:stop` of the checkpoint at `source` to `output`.
+
+    `block` is the module that holds the layers; None for `decoder.layers.`, or the only one there is.
+
+    Raises:
+        UsageError: not a range of layers, or several blocks to choose from.
+        UnsupportedCheckpointError: a Hugging Face model.
+        MappingError: states are numbered, and nothing tells which parameters they are of.
+        Otherwise the errors of opening, planning and writing.
+    """
+    source, output = path_text(source), path_text(output)
+    options = options or EditOptions()
+    with open_checkpoint(source, options.iteration, options.trust_pickle, of_run=True) as opened:
+        kind = opened.location.kind
+        if kind == "safetensors":
+            raise UnsupportedCheckpointError(
+                f"{opened.location.path} is a Hugging Face model; only torch distributed checkpoints are sliced"
+            )
+        cut = choose_cut(opened, layers, block)
+        tensors, changed, catalog = _parts(opened, cut, options.write.workers)
+        objects, blobs = _objects(opened, cut, changed)
+        target = Target(tuple(tensors), objects=tuple(objects))
+        report = rewrite(
+            source, opened, output, target, blobs, options,
+            catalog=catalog, companions=_companions(opened, cut, changed), progress=progress,
+        )  # fmt: skip
+    keys = [*opened.catalog.tensors, *opened.catalog.objects]
+    renamed = {key: cut.key(key) for key in keys}
+    return Edited(
+        source=source,
+        output=output,
+        source_format=opened.location.kind,
+        tensors=len(target.tensors),
+        objects=len(target.objects),
+        removed=tuple(key for key, name in renamed.items() if name is None),
+        renamed={key: name for key, name in renamed.items() if name not in (None, key)},
+        written=report,
+        left_out=opened.location.left_out,
+    )
+
+
+def _parts(
+    opened: Opened, cut: Cut, workers: int | None
+) -> tuple[list[TargetTensor], dict[str, Any], Catalog]:
+    """The tensors that stay, the common state (or `args` alone) made anew, and the catalog that holds the sources."""
+    if opened.location.kind == "torch_dist":
+        source = read_torch_dist(
+            opened.files,
+            opened.catalog,
+            trust_pickle=opened.trust_pickle,
+            unknown_keys=True,
+            share=shared_by(workers),
+        )
+        return *_torch_dist_parts(opened, source, cut), source.model.catalog
+    args = {name: opened.common.values[name] for name in ("args",) if name in opened.common.values}
+    tensors = _kept_tensors(opened, cut, list(opened.catalog.tensors))
+    return tensors, _with_layers(args, cut), opened.catalog
+
+
+def choose_cut(opened: Opened, layers: str, block: str | None) -> Cut:
+    """The layers to keep, from `start:stop` as Python counts.
+
+    Raises:
+        UsageError: see `slice_layers`.
+    """
+    kind = opened.location.kind
+    if kind == "dcp":
+        names = list(read_state_dict(opened.catalog).weights)
+    elif kind == "fsdp_dtensor":
+        names = [weight.name for weight in fsdp_weights(opened.catalog)]
+    else:
+        names = [weight.name for weight in torch_dist_weights(opened.catalog)[0]]
+    counts = layer_counts(names)
+    blocks = {name: n for name, n in counts.items() if ".mtp." not in f".{name}"}
+    if block is None:
+        block = "decoder.layers." if "decoder.layers." in blocks else next(iter(blocks), "")
+        if block != "decoder.layers." and len(blocks) != 1:
+            raise UsageError(f"choose the layers' module with --block; there are {sorted(blocks) or 'none'}")
+    block = f"{block.rstrip('.')}."
+    if block not in counts:
+        raise UsageError(f"--block {block}: there are no such layers; there are {sorted(counts)}")
+    match = re.fullmatch(r"(\d*):(\d*)", layers)
+    if match is None:
+        raise UsageError(f"--layers {layers!r}: expected a range like 0:2")
+    count = counts[block]
+    start, stop = int(match[1] or 0), int(match[2] or count)
+    if not 0 <= start < stop <= count:
+        raise UsageError(f"--layers {layers}: {block} has layers 0:{count}, and at least one must be left")
+    plain = plain_cut(opened, renamer(block, start, stop)) if kind == "dcp" else None
+    return Cut(block, start, stop, count, fsdp=kind == "fsdp_dtensor", plain=plain)
+
+
+def _kept_tensors(opened: Opened, cut: Cut, keys: Sequence[str]) -> list[TargetTensor]:
+    """The tensors of these keys that stay, cut along the layer axis where they have one."""
+    tensors = []
+    for key in keys:
+        entry, name = opened.catalog.tensors[key], cut.key(key)
+        if name is None:
+            continue
+        shape, view = entry.shape, tuple[Step, ...]()
+        if cut.is_stacked(key):
+            view = (Narrow(0, cut.start, cut.stop - cut.start),)
+            shape = (cut.stop - cut.start, *shape[1:])
+        path = cut.path(key, opened.catalog.planner_paths.get(key, ()))
+        tensors.append(TargetTensor(name, entry.dtype, shape, (Source(key, view),), path))
+    return tensors
+
+
+def _torch_dist_parts(
+    opened: Opened, source: TorchDistSource, cut: Cut
+) -> tuple[list[TargetTensor], dict[str, Any]]:
+    """The tensors of a sliced `torch_dist` checkpoint, and its common state."""
+    keys = list(opened.catalog.tensors)
+    common = _with_layers(opened.common.values, cut)
+    if source.states is None or source.states.layout in _NATURAL:
+        return _kept_tensors(opened, cut, keys), common
+    tensors = _kept_tensors(opened, cut, [key for key in keys if not is_optimizer_key(key)])
+    tensors += _states(source, opened, cut)
+    common["content_metadata"] = CONTENT_METADATA | OPTIMIZER_METADATA
+    own = source.model.own_optimizer
+    common["optimizer"] = _optimizer(source.model) if own is None else own
+    return tensors, common
+
+
+def _states(source: TorchDistSource, opened: Opened, cut: Cut) -> list[TargetTensor]:
+    """Optimizer states of any layout under the keys and in the shapes of their weights."""
+    assert source.states is not None
+    states, own = source.states.states, source.model.own_optimizer
+    held: dict[str, list[str]] = {}
+    for kind, key in states:
+        held.setdefault(key, []).append(kind)
+    tensors = []
+    for (kind, key), state in states.items():
+        name = cut.key(key)
+        if name is None:
+            continue
+        shape = opened.catalog.tensors[key].shape
+        first, count = (
+            (cut.start, cut.stop - cut.start) if cut.is_stacked(key) else (0, shape[0] if shape else 1)
+        )
+        shape = (count, *shape[1:]) if shape else shape
+        spelled = kind
+        if kind == MASTER:
+            spelled = "param" if own is None else spelled_master(own, held[key], source.model.roles)
+        sources = _state_sources(state, stacked_axes(key), first, shape)
+        tensors.append(TargetTensor(f"optimizer.state.{spelled}.{name}", state.dtype, shape, sources))
+    return tensors
+
+
+def _state_sources(state: StateTensor, axes: int, first: int, shape: tuple[int, ...]) -> tuple[Source, ...]:
+    """Sources that tile rows `[first, first + shape[0])` of a state, of which `axes` leading axes are stacked."""
+    if state.whole is not None:
+        view = (*state.whole.view, Narrow(0, first, shape[0])) if shape else state.whole.view
+        return (Source(state.whole.key, view),)
+    sources = []
+    for lead, parts in state.slices.items():
+        at = tuple(lead)
+        if axes:
+            at = (lead[0] - first, *lead[1:])
+            if not 0 <= at[0] < shape[0]:
+                continue
+        inserts = tuple(Insert(0) for _ in range(axes))
+        place = Place((*at, *(0,) * (len(shape) - axes)), shape)
+        sources += [Source(part.key, (*part.view, *inserts, place)) for part in parts]
+    return tuple(sources)
+
+
+def _optimizer(model: Model) -> dict[Any, Any]:
+    """The optimizer entry of the common state as `fully_reshardable` has it."""
+    step = {} if model.step is None else {"step": model.step}
+    groups = [step | dict(group) for group in model.groups]
+    parts = [[g for g in groups if bool(g.get("is_expert_parallel")) is expert] for expert in (False, True)]
+    optimizers = [
+        {"optimizer": {"param_groups": part}, "param_state_sharding_type": "fully_reshardable"}
+        for part in parts
+    ]
+    return dict(enumerate(optimizers)) if parts[1] else optimizers[0]
+
+
+def _with_layers(values: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
+    """A common state whose arguments have the new number of layers."""
+    args = values.get("args")
+    if not isinstance(args, StandIn) or not isinstance(args.state, dict):
+        return dict(values)
+    changed = type(args).__new__(type(args), *args.args, **args.kwargs)
+    changed.called, changed.items, changed.pairs = args.called, args.items, args.pairs
+    changed.state = args.state | sliced_settings(args.state, cut)
+    return {**values, "args": changed}
+
+
+def sliced_settings(settings: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
+    """The settings that say how many layers there are, or something of each, for the layers kept.
+
+    In a vision-language model they are the language model's, beside which the run may record a config.json.
+
+    Raises:
+        UsageError: a setting that cannot say it of these layers, or may and is not known.
+    """
+    layers = Layers(cut.start, cut.stop, cut.count)
+    if ".mtp." in f".{cut.block}":
+        return {"mtp_num_layers": layers.kept} if settings.get("mtp_num_layers") == cut.count else {}
+    of_tower = is_of_transformers(cut.block)
+    part = VISION if of_tower else TEXT
+    changed = changed_record(settings, part, lambda fields: cut_settings(fields, layers))
+    if of_tower or ".vision_model." in f".{cut.block}":
+        return changed
+    if isinstance(inside := settings.get("transformer"), Mapping):  # newer Bridge
+        changed["transformer"] = {**inside, **cut_settings(inside, layers)}
+    return cut_settings(settings, layers) | changed
+
+
+def _objects(
+    opened: Opened, cut: Cut, changed: Mapping[str, Any]
+) -> tuple[list[TargetObject], list[tuple[str, bytes]]]:
+    """The objects that stay, with their archives: `args` or the common state made anew, others as they are."""
+    catalog, files = opened.catalog, opened.files
+    natural = cut.plain is not None or not any(
+        is_optimizer_key(k) and "/shard_" in k for k in catalog.objects
+    )
+    objects, blobs = [], []
+    for key, entry in catalog.objects.items():
+        name = cut.key(key)
+        if name is None or (not natural and is_optimizer_key(key)):
+            continue
+        if key == COMMON_OBJECT:
+            archive = dump_archive([changed])
+        elif cut.plain is not None and key in cut.plain.values:
+            archive = dump_archive(cut.plain.values[key])
+        elif key == "args" and "args" in changed:
+            archive = dump_archive(changed["args"])
+        else:
+            archive = read_archive(files, entry.item)
+        objects.append(TargetObject(name, None, cut.path(key, catalog.planner_paths.get(key, ()))))
+        blobs.append((name, archive))
+    return objects, blobs
+
+
+def _companions(opened: Opened, cut: Cut, changed: Mapping[str, Any]) -> dict[str, bytes]:
+    """The small files beside the tensors that tell the number of layers."""
+    companions = {}
+    if opened.location.has_common_pt:
+        companions[COMMON_FILE] = dump_archive(dict(changed))
+    if opened.common.model_config:  # else there is nothing of the model in it, and it goes over as it is
+        import yaml
+
+        config = parse_yaml(read_whole(opened.files, RUN_CONFIG))
+        config["model"] |= sliced_settings(config["model"], cut)
+        companions[RUN_CONFIG] = yaml.safe_dump(config, sort_keys=False).encode()
+    return companions

@@ -1,0 +1,412 @@
+"""`import-hf`: a Hugging Face model directory as a Megatron checkpoint of either format, weights only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckpt_tools.commands.adapters.peft_source import merge_peft, peft_files
+from ckpt_tools.commands.convert.options import ConvertOptions
+from ckpt_tools.commands.convert.to_fsdp_dtensor import planned, prepare_model
+from ckpt_tools.commands.convert.to_torch_dist import write_torch_dist
+from ckpt_tools.commands.convert.version_2 import VERSION_2, for_version_2
+from ckpt_tools.commands.huggingface.hf_parts import (
+    families_with,
+    offset_notes,
+    offset_values,
+    prove_equal,
+    read_config,
+    refuse_adapters,
+    seen_as,
+    unread_notes,
+    without_frequencies,
+)
+from ckpt_tools.commands.huggingface.tower_source import check_tower, tower_alone
+from ckpt_tools.commands.job.conversion import Conversion, Progress, RunOptions, Writer, convert
+from ckpt_tools.commands.job.opened import Opened
+from ckpt_tools.commands.job.outputs import in_root, refuse_overlap
+from ckpt_tools.commands.job.placements import Layout
+from ckpt_tools.commands.job.report import ConversionReport
+from ckpt_tools.commands.job.target_job import TargetJob, said_tp
+from ckpt_tools.errors import CkptError, MappingError, UnsupportedCheckpointError, UsageError
+from ckpt_tools.execute.run import Output
+from ckpt_tools.formats.locate.detect import MAX_DIGITS, Location, locate
+from ckpt_tools.formats.locate.hub_cache import snapshot_of
+from ckpt_tools.formats.locate.run_layouts import ForeignFormatError
+from ckpt_tools.formats.pickle.unpickle import StandIn, TorchDtype, stand_in
+from ckpt_tools.formats.safetensors.catalog import read_safetensors_catalog
+from ckpt_tools.formats.storage.files import AnyPath, Files, path_text
+from ckpt_tools.formats.storage.joined_files import FilesBeside
+from ckpt_tools.formats.storage.open_files import open_files
+from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh, given_settings
+from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
+from ckpt_tools.megatron.huggingface.lora.peft import MERGE_WITH_PEFT
+from ckpt_tools.megatron.huggingface.mapping.checks import Spec
+from ckpt_tools.megatron.huggingface.mapping.model_tensors import shared_head
+from ckpt_tools.megatron.huggingface.mapping.rules import Family
+from ckpt_tools.megatron.huggingface.mapping.targets import Imported, import_targets
+from ckpt_tools.megatron.huggingface.quantization.quantized import dequantized
+from ckpt_tools.megatron.huggingface.vision.tower_targets import imported_whole, known_to_bridge
+from ckpt_tools.megatron.huggingface.vision.towers import TYPE, language_tower, left_out_notes, mrope_notes
+from ckpt_tools.megatron.huggingface.vision.vision_language import vision_language_types
+from ckpt_tools.megatron.keys import EXPERTS
+from ckpt_tools.megatron.names import BRIDGE, FUSED_FC1_NORM, fuse_local_norm
+from ckpt_tools.megatron.run_state.common_state import CommonState
+from ckpt_tools.megatron.run_state.record import RECORD_FILE, TargetRecord, record_bytes
+from ckpt_tools.megatron.run_state.settings import read_settings
+from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
+from ckpt_tools.megatron.vocab import padded_rows, vocabulary
+from ckpt_tools.model.catalog import Catalog, Made, Value, made_entry
+from ckpt_tools.model.choices import LayerSpec, MegatronFormat, TowerName
+from ckpt_tools.model.dtypes import CASTABLE
+from ckpt_tools.model.kernels.add_number import AddNumber
+from ckpt_tools.model.model import Model, Parameter
+from ckpt_tools.model.roles import WEIGHT
+from ckpt_tools.model.views import Source
+from ckpt_tools.verify.readiness.facts import since
+
+MLA_NORM = re.compile(r"\.linear_(q|kv)_up_proj\.layer_norm_weight$")
+_FUSED_ONLY = ("linear_attention_freq", "hybrid_override_pattern")  # arguments of such layers
+FORMATS = ("torch_dist", "fsdp_dtensor")
+DIVISOR = 128  # Megatron's own --make-vocab-size-divisible-by
+_NEED_OPTIMIZER = since(
+    "core-0.19"
+)  # programs that start from no checkpoint without one: the rule `warm-start`
+
+
+@dataclass(frozen=True, slots=True)
+class ImportOptions(RunOptions):
+    """What a user may decide about an import; the defaults let the model decide."""
+
+    to: MegatronFormat = "torch_dist"
+    rules: Path | None = None  # a rule file
+    dtype: str | None = None
+    vocab_size_padded: int | None = None  # rows of the vocabulary; None: as a job of `--tp` pads it by itself
+    layer_spec: LayerSpec | None = None  # te by default
+    fsdp: TargetOptions = field(default_factory=TargetOptions)  # its `fresh_optimizer` None: if it is needed
+    layout: Layout | None = None
+    iteration: int | None = None  # None: a release, or 1 with an optimizer
+    adapter: str | None = None  # a PEFT directory to merge into the model
+    tower: TowerName | None = None  # the part of a vision-language model
+
+
+def import_hf(
+    source: AnyPath,
+    output: AnyPath,
+    options: ImportOptions | None = None,
+    progress: Progress | None = None,
+    dry_run: bool = False,
+) -> ConversionReport:
+    """Import the Hugging Face directory `source` into the run's root `output`; called on every rank.
+
+    Raises:
+        UsageError: options that contradict each other, or an output that cannot be taken.
+        UnsupportedCheckpointError: no safetensors weights there, or quantized in a way that is not read.
+        MappingError: an architecture without rules, an adapter, or a model that is not whole or contradicts its
+            config.json.
+        VerificationError: a cast that makes infinities.
+        CorruptCheckpointError, StorageError: damaged files, full disks.
+    """
+    source, output = path_text(source), path_text(output)
+    return convert(source, output, FROM_HF, options or ImportOptions(), progress, dry_run)
+
+
+def plan_import(opened: Opened, options: ImportOptions, world: int) -> Conversion:
+    """Everything up to the first byte; `world` processes convert."""
+    options = completed(options, read_config(opened.location.path))
+    _check_options(options)
+    imported, model = read_huggingface(opened, options)
+    if options.to == "torch_dist":
+        wanted = TorchDistOptions(
+            options.layer_spec, dtype=options.dtype, dialect=options.fsdp.dialect, weights_only=True
+        )
+        made = write_torch_dist(model, opened, wanted, world)
+    else:
+        target = replace(options.fsdp, layer_spec=options.layer_spec)
+        layout = options.layout or Layout(world=world, of_job=False)
+        prepared = prepare_model(model, opened.files, target, layout)
+        if layout.name == VERSION_2:
+            prepared = for_version_2(prepared, model.common, layout)
+        made = planned(opened, prepared, ConvertOptions(target), layout)
+    job = _with_tokens(made.job or TargetJob(TargetRecord()), imported, model.common)
+    return replace(
+        made,
+        iteration=options.iteration,
+        job=job,
+        extra_files={**made.extra_files, RECORD_FILE: record_bytes(job.record)},
+        architecture=imported.family.architecture,
+    )
+
+
+def completed(options: ImportOptions, config: Mapping[str, Any]) -> ImportOptions:
+    """The options with what follows where nothing was said: the program that trains the model of this config.json,
+    whether there is an optimizer, and which iteration.
+
+    Raises:
+        UsageError: that program does not train it.
+    """
+    fsdp, iteration = options.fsdp, options.iteration
+    if _has_towers(options, config):
+        if fsdp.dialect not in (None, BRIDGE):
+            raise UsageError(
+                f"--target {fsdp.dialect}: Megatron-Bridge alone trains a {config[TYPE]} with its towers. Leave it "
+                "out, or import the language model alone (--tower language)"
+            )
+        fsdp = replace(fsdp, dialect=BRIDGE)
+    if options.to == "fsdp_dtensor":
+        of_version_2 = options.layout is not None and options.layout.name == VERSION_2  # starts from weights
+        needed = (fsdp.dialect or "main") in _NEED_OPTIMIZER and not of_version_2
+        fresh = needed if fsdp.fresh_optimizer is None else fsdp.fresh_optimizer
+        fsdp = replace(fsdp, fresh_optimizer=fresh, weights_only=True)
+        if fresh and iteration is None:
+            iteration = 1
+    return replace(options, fsdp=fsdp, iteration=iteration)
+
+
+def read_huggingface(opened: Opened, options: ImportOptions) -> tuple[Imported, Model]:
+    """READ: the weights of a Hugging Face directory as a model, and what was decided about it."""
+    catalog = opened.catalog
+    refuse_adapters(catalog.tensors)
+    catalog, frequencies = without_frequencies(catalog)
+    plain = dequantized(catalog, read_config(opened.location.path), opened.files)
+    catalog, specs = plain.catalog, plain.specs
+    more: tuple[str, ...] = ()
+    if options.adapter is not None:
+        merged = merge_peft(catalog, options.adapter, _shared_head(specs, plain.config, options))
+        catalog, specs, more = merged.catalog, merged.specs(specs), merged.notes
+    read = _read_tensors(catalog, specs, plain.config, options)
+    catalog, imported = read.catalog, read.imported
+    if options.layer_spec == "local" and not imported.args.keys().isdisjoint(_FUSED_ONLY):
+        raise MappingError(
+            f"--layer-spec local: Megatron builds the layers of {imported.family.architecture} of Transformer "
+            "Engine's modules only, whatever --transformer-impl says; leave the option out"
+        )
+    own = {key: Value(one.dtype, one.shape, (Source(key),)) for key, one in catalog.tensors.items()}
+    prove_equal(opened.files, catalog, own, imported.equal)
+    dropped = (
+        *(f"{key}: no content of its own" for key in imported.dropped),
+        *frequencies,
+        *plain.dropped,
+        *(f"{key}: of another tower than the language model" for key in read.left_out),
+    )
+    catalog, imported, lost = _with_offsets(opened.files, catalog, imported)
+    notes = (*plain.notes, *more, *read.notes, *imported.notes, *lost, *unread_notes(opened.files))
+    imported = replace(imported, dropped=dropped, notes=notes)
+    shapes = imported.shapes
+    tensors = {key: seen_as(entry, shapes.get(key, entry.shape)) for key, entry in catalog.tensors.items()}
+    seen = replace(catalog, tensors=tensors)
+    return imported, _model(seen, imported, common_state(imported, options, opened.location.path), options)
+
+
+def _shared_head(
+    specs: Mapping[str, Spec], config: Mapping[str, Any], options: ImportOptions
+) -> tuple[str, str] | None:
+    """The names in the directory of embedding and head where these are one weight."""
+    if not _has_towers(options, config):
+        return shared_head(config, specs, families_with(options.rules, config))
+    tower = language_tower(config, specs)
+    found = shared_head(tower.config, tower.names, tower.families(families_with(None)))
+    return found and (tower.name_of(found[0]), tower.name_of(found[1]))
+
+
+class _Read(NamedTuple):
+    """What a directory's tensors become; views see them in `catalog`, some under the names of a language model."""
+
+    catalog: Catalog
+    imported: Imported
+    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def _read_tensors(
+    catalog: Catalog, specs: Mapping[str, Spec], config: Mapping[str, Any], options: ImportOptions
+) -> _Read:
+    """The parameters of a language model; of a vision-language model all parts, or its language model alone."""
+    if options.tower is None and not _has_towers(options, config):
+        return _Read(catalog, _by_rules(specs, config, options, families_with(options.rules, config)))
+    if options.tower is None:
+        known_to_bridge(config)
+    catalog, named, tower = tower_alone(catalog, specs, config)
+    families = tower.families(families_with(options.rules, tower.config))
+    imported = _by_rules(named, tower.config, options, families)
+    if options.tower is None:
+        whole = imported_whole(imported, config, tower, specs, options.dtype)
+        return _Read(catalog, whole, notes=(f"for Megatron-Bridge, which alone trains a {config[TYPE]}",))
+    return _Read(catalog, imported, tower.others, (*left_out_notes(tower), *mrope_notes(config)))
+
+
+def _has_towers(options: ImportOptions, config: Mapping[str, Any]) -> bool:
+    """Whether the model is imported as a vision-language model with all its parts."""
+    return options.tower is None and options.rules is None and config.get(TYPE) in vision_language_types()
+
+
+def _by_rules(
+    specs: Mapping[str, Spec],
+    config: Mapping[str, Any],
+    options: ImportOptions,
+    families: Mapping[str, Family],
+) -> Imported:
+    return import_targets(
+        specs,
+        config,
+        dtype=options.dtype,
+        vocab_multiple=DIVISOR * _tp(options),
+        vocab_rows=options.vocab_size_padded,
+        families=families,
+    )
+
+
+def _with_offsets(files: Files, catalog: Catalog, imported: Imported) -> tuple[Catalog, Imported, list[str]]:
+    """Norms that Megatron stores as weight - 1 where the model's class takes the weight, made by a kernel."""
+    tensors, made, changed, elements = list(imported.tensors), dict(catalog.tensors), dict[str, int](), 0
+    for i, target in enumerate(tensors):
+        if target.key not in imported.offsets:
+            continue
+        offset = imported.offsets[target.key]
+        _, lost = offset_values(files, catalog, target, offset)
+        changed |= {target.key: lost} if lost else {}
+        elements += prod(target.shape)
+        key = f"{target.sources[0].key} {offset:+g}"
+        exact = Value("float32", target.shape, target.sources)
+        made[key] = made_entry(key, Made(AddNumber(target.dtype, offset), (exact,)))
+        tensors[i] = replace(target, sources=(Source(key),))
+    notes = offset_notes(imported.offsets, changed, elements)
+    return replace(catalog, tensors=made), replace(imported, tensors=tuple(tensors)), notes
+
+
+def common_state(imported: Imported, options: ImportOptions, source: str) -> CommonState:
+    """The common state of a run that has not begun: its arguments, as Megatron-LM pickles them."""
+    args = dict(imported.args)
+    args |= {
+        "params_dtype": TorchDtype(args["params_dtype"]),
+        "transformer_impl": "local" if options.layer_spec == "local" else "transformer_engine",
+        "make_vocab_size_divisible_by": _divisor(args, options),
+        "tokenizer_type": "HuggingFaceTokenizer",
+        "tokenizer_model": source,
+        "ckpt_format": options.to,
+    }
+    namespace = StandIn.__new__(stand_in("argparse", "Namespace"))
+    namespace.state = args
+    return CommonState(
+        {"args": namespace, "checkpoint_version": 3.0, "iteration": options.iteration or 0}, None
+    )
+
+
+def _check_options(options: ImportOptions) -> None:
+    if options.to not in FORMATS:
+        raise UsageError(f"--to {options.to}: Hugging Face models become {' or '.join(FORMATS)}")
+    if options.dtype is not None and options.dtype not in CASTABLE:
+        raise UsageError(f"--dtype {options.dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
+    check_tower(options.tower)
+    if options.tower is not None and options.adapter is not None:
+        raise UsageError(
+            f"--adapter together with --tower: merge it into the whole model first: {MERGE_WITH_PEFT}"
+        )
+    rows, fsdp = options.vocab_size_padded, options.fsdp
+    if rows is not None and rows < 1:
+        raise UsageError(f"--vocab-size-padded {rows}: at least one row is needed")
+    if options.to == "torch_dist" and (fsdp.fresh_optimizer or given_settings(fsdp)):
+        raise UsageError(
+            "a fresh optimizer and its settings need --to fsdp_dtensor: a 3D-parallel job, which loads torch_dist, "
+            "starts from weights alone (--finetune)"
+        )
+    check_fresh(fsdp)
+    if fsdp.fresh_optimizer and options.iteration == 0:
+        raise UsageError("--iteration 0: a job with an optimizer begins at iteration 1 or later")
+    if options.iteration is not None and not 0 <= options.iteration < 10**MAX_DIGITS:
+        raise UsageError(f"--iteration {options.iteration}: a number from 0 of at most {MAX_DIGITS} digits")
+
+
+def _divisor(args: Mapping[str, Any], options: ImportOptions) -> int:
+    """A `--make-vocab-size-divisible-by` that makes the rows that are written: Megatron's own, else a round one."""
+    rows, tp = args["padded_vocab_size"], _tp(options)
+    tried = (*(DIVISOR >> n for n in range(DIVISOR.bit_length())), rows // tp)
+    return next((n for n in tried if n and padded_rows(args["vocab_size"], n, tp) == rows), DIVISOR)
+
+
+def _tp(options: ImportOptions) -> int:
+    size = said_tp(options.fsdp.tp, options.layout)
+    return 1 if size is None else size.ranks
+
+
+def _with_tokens(job: TargetJob, imported: Imported, common: CommonState) -> TargetJob:
+    """The job with the vocabulary's real size, which config.json tells."""
+    tokens = imported.args["vocab_size"]
+    rows = vocabulary(((t.key, t.shape) for t in imported.tensors), common.args, tokens)
+    return replace(job, record=replace(job.record, tokens=tokens), vocabulary=rows)
+
+
+def _model(catalog: Catalog, imported: Imported, common: CommonState, options: ImportOptions) -> Model:
+    """The imported weights as a model."""
+    found = []
+    has_mla = bool(imported.args.get("multi_latent_attention"))
+    for tensor in imported.tensors:
+        head, experts, tail = tensor.key.partition(EXPERTS)
+        expert, _, leaf = tail.partition(".")
+        name = f"{head}{EXPERTS}{leaf}" if experts else tensor.key
+        if options.layer_spec == "local":
+            name = _local_name(name, has_mla)
+        value = Value(tensor.dtype, tensor.shape, tensor.sources, tensor.zero_filled)
+        number = int(expert) if experts else None
+        found.append(Parameter(name, tensor.shape, tensor.dtype, {WEIGHT: value}, number, origin=name))
+    return Model(
+        catalog,
+        tuple(found),
+        common,
+        read_settings(common),
+        dropped=imported.dropped,
+        notes=imported.notes,
+    )
+
+
+def _local_name(name: str, has_mla: bool) -> str:
+    """The stored name of a norm under Megatron's own modules, other names as they are.
+
+    They rename the norms on the way to disk, those of experts' layers too; around MLA none (gpt_layer_specs.py).
+    """
+    if has_mla:
+        return FUSED_FC1_NORM.sub(r".pre_mlp_layernorm.\1", MLA_NORM.sub(r".\1_layernorm.weight", name))
+    return fuse_local_norm(name)
+
+
+def _open(source: str, options: ImportOptions) -> Opened:
+    folder = snapshot_of(source)
+    files = open_files(folder)
+    try:
+        catalog = read_safetensors_catalog(folder)
+    except BaseException as error:
+        files.close()
+        if isinstance(error, UnsupportedCheckpointError):
+            _refuse_foreign(folder)
+        raise
+    if options.adapter is not None:
+        files = FilesBeside(files, [peft_files(options.adapter)])
+    return Opened(Location("safetensors", folder), files, catalog, CommonState({}, None))
+
+
+def _refuse_foreign(folder: str) -> None:
+    """
+    Raises:
+        ForeignFormatError: another program's files, which it makes a model of.
+    """
+    try:
+        locate(folder)
+    except ForeignFormatError:
+        raise
+    except CkptError:
+        return
+
+
+def _place(source: str, location: Location, output: str, options: ImportOptions) -> Output:
+    refuse_overlap(source, location, output)
+    if options.adapter is not None:
+        refuse_overlap(options.adapter, location, output)
+    iteration = completed(options, read_config(location.path)).iteration
+    return in_root(output, iteration, options.overwrite, options.resume)
+
+
+FROM_HF = Writer(open=_open, place=_place, plan=plan_import)

@@ -1,0 +1,240 @@
+"""A plain PyTorch state dict whose tensors have Hugging Face names already, as a Hugging Face directory.
+
+What a job saves that trains a model of transformers (FSDP2, accelerate, slime): nothing is translated, so there is no
+model in the middle. The way of the data::
+
+    formats/dcp                         the catalog
+    megatron/dcp/wrappers               names without wrappers, and what is not the model's
+    megatron/huggingface/model_tensors  names and shapes of the model that config.json describes: equal, or refused
+    commands/hf_directory               shards, index, config.json, tokenizer
+    plan/weight_files, execute          as every export
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tools.commands.huggingface.hf_directory import hf_directory
+from ckpt_tools.commands.huggingface.hf_parts import (
+    architecture_of,
+    families_with,
+    prove_equal,
+    read_config,
+    without_frequencies,
+)
+from ckpt_tools.commands.job.conversion import Conversion
+from ckpt_tools.commands.job.opened import Opened
+from ckpt_tools.errors import MappingError, UsageError, list_problems
+from ckpt_tools.formats.key_filter import leave_out
+from ckpt_tools.formats.locate.hub_cache import snapshot_of
+from ckpt_tools.formats.safetensors.catalog import INDEX_FILE, SINGLE_FILE, read_safetensors_catalog
+from ckpt_tools.formats.storage.open_files import open_files
+from ckpt_tools.megatron.dcp.read import refuse_group_map
+from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
+from ckpt_tools.megatron.dcp.wrappers import NamedModel, named_model, possible_names
+from ckpt_tools.megatron.huggingface.mapping.checks import specs_of
+from ckpt_tools.megatron.huggingface.mapping.model_tensors import (
+    Expected,
+    expected_by_rules,
+    expected_by_weights,
+)
+from ckpt_tools.megatron.huggingface.mapping.targets import bulk_dtype
+from ckpt_tools.megatron.huggingface.quantization.quantized import SETTINGS
+from ckpt_tools.model.catalog import Catalog, TensorEntry, Value
+from ckpt_tools.model.dtypes import CASTABLE
+from ckpt_tools.model.target import Target, TargetTensor
+from ckpt_tools.model.views import Source
+from ckpt_tools.plan.weight_files import build_safetensors_plan
+
+if TYPE_CHECKING:
+    from ckpt_tools.commands.huggingface.export_options import ExportOptions
+
+_TYPES = ("dtype", "torch_dtype")  # what transformers 5 and 4 call the weights' type
+
+
+def is_plain(opened: Opened) -> bool:
+    """Whether it is a state dict whose names are not Megatron's."""
+    kinds = (
+        "dcp",
+        "fsdp_dtensor",
+    )  # whoever saves a wrapped module himself may have keys as Megatron-FSDP has
+    return opened.location.kind in kinds and not is_megatron(read_state_dict(opened.catalog))
+
+
+def plan_plain(opened: Opened, options: ExportOptions, hf_config: str) -> Conversion:
+    """Everything up to the first byte.
+
+    Raises:
+        UsageError: options without a meaning here.
+        UnsupportedCheckpointError: there is no config.json, or the state dict is a map of parameter groups.
+        MappingError: names and shapes are not those of the model that the config.json describes, or nothing tells
+            what that has.
+    """
+    _refuse_meaningless(options)
+    refuse_group_map(opened.files.location, opened.catalog)
+    catalog, ignored = leave_out(opened.catalog, options.ignore_keys)
+    catalog, frequencies = without_frequencies(catalog)
+    config = read_config(hf_config)
+    expected = expected_model(catalog, config, options.rules, hf_config)
+    model = named_model(catalog, expected.shapes)
+    entries = {name: catalog.tensors[key] for name, key in model.keys.items()}
+    equal, extra = expected.superfluous(sorted(entries.keys() - expected.shapes.keys()))
+    problems = [*_misfits(entries, expected, set(extra)), *_strays(model, expected)]
+    if problems:
+        raise _not_that_model(opened, hf_config, expected, model, problems)
+    bases = {name: Value(one.dtype, one.shape, (Source(one.key),)) for name, one in entries.items()}
+    prove_equal(opened.files, catalog, bases, equal)
+    tensors = [_target(name, entries[name], expected, options.dtype) for name in expected.shapes]
+    written, changed = _config(config, bulk_dtype(tensors))
+    made_of = hf_directory(tensors, written, hf_config, options.max_shard_bytes)
+    tied = {other: one for one, other in equal}
+    dropped = (
+        *ignored,
+        *frequencies,
+        *(f"{model.keys[n]}: {superfluous(n, tied)}" for n in extra),
+        *_left_out(catalog, model),
+    )
+    notes = (*_type_notes(entries, tensors, options.dtype), *changed, *made_of.notes)
+    if model.prefix:
+        notes = (f"the names are those behind {model.prefix!r} in the checkpoint", *notes)
+    return Conversion(
+        "hf",
+        "transformers",
+        opened.location.iteration,
+        catalog,
+        Target(tuple(tensors), dropped=dropped, notes=notes),
+        build_safetensors_plan(catalog, made_of.files, {}),
+        extra_files=made_of.extra_files,
+        architecture=architecture_of(config),
+    )
+
+
+def _refuse_meaningless(options: ExportOptions) -> None:
+    given = {
+        "--tower": options.tower,
+        "--quantize": options.quantize,
+        "--vocab-size": options.vocab_size,
+        "--tp": options.tp,
+        "--mtp-copies": options.mtp_copies or None,
+    }
+    if useless := [option for option, value in given.items() if value is not None]:
+        raise UsageError(
+            f"{', '.join(useless)}: no meaning for a checkpoint with Hugging Face names, whose tensors are written "
+            "as they are"
+        )
+    if options.dtype is not None and options.dtype not in CASTABLE:
+        raise UsageError(f"--dtype {options.dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
+
+
+def expected_model(
+    catalog: Catalog, config: Mapping[str, Any], rules: Path | None, hf_config: str
+) -> Expected:
+    """What the model has: by the rules of its architecture; without such, by the weights beside the config.json.
+
+    Raises:
+        MappingError: there are neither.
+    """
+    families = families_with(rules, config)
+    plain = {name: value for name, value in config.items() if name != SETTINGS}
+    try:
+        return expected_by_rules(plain, possible_names(catalog), families)
+    except MappingError as error:
+        place = snapshot_of(hf_config)
+        with closing(open_files(place)) as files:
+            has_weights = any(files.exists(name) for name in (INDEX_FILE, SINGLE_FILE))
+        if not has_weights or rules is not None:
+            raise MappingError(
+                f"names and shapes of the model are not known: {error} If --hf-config names a folder with weights of "
+                "this architecture beside its config.json, those tell (only their headers are read)",
+                error.problems,
+            ) from error
+        stored = without_frequencies(read_safetensors_catalog(place))[0].tensors
+        return expected_by_weights(specs_of(stored), config)
+
+
+def _misfits(entries: Mapping[str, TensorEntry], expected: Expected, superfluous: set[str]) -> Iterator[str]:
+    for name, shape in expected.shapes.items():
+        if name not in entries:
+            yield f"{name} {list(shape)} is missing"
+        elif entries[name].shape != shape:
+            yield f"{name} is {list(entries[name].shape)}; {expected.told_by} asks for {list(shape)}"
+    for name, entry in entries.items():
+        if name not in expected.shapes and name not in superfluous:
+            yield f"{entry.key}: {expected.told_by} knows of no {name}"
+
+
+def _strays(model: NamedModel, expected: Expected) -> Iterator[str]:
+    yield from (f"{key}: {expected.told_by} knows of no such tensor" for key in model.stray)
+
+
+def _not_that_model(
+    opened: Opened, hf_config: str, expected: Expected, model: NamedModel, problems: list[str]
+) -> MappingError:
+    found = len(model.keys.keys() & expected.shapes.keys())
+    advice = "--ignore-keys GLOB leaves out what is not the model's."
+    if not found:
+        advice = (
+            "A program that has names of its own translates them itself (torchtitan: "
+            "scripts/checkpoint_conversion/convert_to_hf.py)."
+        )
+    return MappingError(
+        f"{opened.location.path} is not the model of {hf_config}: of {len(expected.shapes)} tensors that "
+        f"{expected.told_by} asks for it has {found} by name. {advice}\n" + list_problems(problems),
+        problems,
+    )
+
+
+def _target(name: str, entry: TensorEntry, expected: Expected, dtype: str | None) -> TargetTensor:
+    """The tensor as it is stored, or cast; what is not floating point (or FP8) keeps its type."""
+    written = entry.dtype
+    if dtype is not None and entry.dtype in CASTABLE:
+        written = expected.types.get(name, dtype)
+    return TargetTensor(name, written, entry.shape, (Source(entry.key),))
+
+
+def _config(config: Mapping[str, Any], dtype: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """config.json with the type of what is written, and without the quantization of what is not."""
+    written, notes = {key: value for key, value in config.items() if key != SETTINGS}, list[str]()
+    if written != config:
+        notes.append(f"{SETTINGS} of --hf-config is left out: the weights are not codes")
+    names = [name for name in _TYPES if name in config] or ["torch_dtype"]
+    said = [str(config[name]) for name in names if name in config and config[name] != dtype]
+    if said:
+        notes.append(f"config.json says {dtype}, as the weights are; --hf-config said {said[0]}")
+    return written | dict.fromkeys(names, dtype), tuple(notes)
+
+
+def _type_notes(
+    entries: Mapping[str, TensorEntry], tensors: Iterable[TargetTensor], dtype: str | None
+) -> Iterator[str]:
+    """Which types are written: those that are stored unless --dtype says otherwise."""
+    counts = Counter((entries[one.key].dtype, one.dtype) for one in tensors)
+    for (stored, written), count in sorted(counts.items()):
+        if stored != written:
+            yield f"{count} tensors are cast from {stored} to {written}"
+        elif dtype is not None and written != dtype:
+            yield f"{count} tensors stay {written}"
+        elif dtype is None and written in ("float32", "float64"):
+            yield f"{count} tensors are {written}, as they are stored; --dtype bfloat16 casts them"
+
+
+def superfluous(name: str, tied: Mapping[str, str]) -> str:
+    """Why a tensor of a state dict is left out; `tied` has the one that it must equal."""
+    return f"tied to {tied[name]}, which has the same bytes" if name in tied else "its class does not load it"
+
+
+def _left_out(catalog: Catalog, model: NamedModel) -> Iterator[str]:
+    """A line for each dict of optimizers, and of what else is not the model's."""
+    for keys, why in ((model.optimizer, "optimizer states"), (model.beside, "not of the model")):
+        groups: dict[str, list[str]] = {}
+        for key in keys:
+            path = catalog.planner_paths.get(key) or (key,)
+            outer = "".join(f"{step}." for step in path[:-1][:2])
+            groups.setdefault(f"{outer}*" if outer else key, []).append(key)
+        for glob, inside in groups.items():
+            nbytes = sum(catalog.tensors[key].nbytes for key in inside if key in catalog.tensors)
+            yield f"{glob}: {why} ({len(inside)} keys, {nbytes:,} bytes in tensors)"

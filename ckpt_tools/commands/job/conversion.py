@@ -1,0 +1,396 @@
+"""One conversion, whatever it makes: planned as data, rehearsed, proven, carried out and reported.
+
+`convert` is `WRITE(READ(opened, options), options)`: READ stands in `read_model`, one entry a format that is read; a
+`Writer` makes a `Conversion` of what was read, one a format that is written. `plan` and `load_dtensors` take the same
+`Conversion` before anybody has said who holds which pieces, and ask the sharding room for themselves.
+"""
+
+from __future__ import annotations
+
+import shlex
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from itertools import chain
+from typing import Generic, NamedTuple, TypeVar
+
+from ckpt_tools.commands.job.opened import Opened, open_checkpoint
+from ckpt_tools.commands.job.outputs import choose_output
+from ckpt_tools.commands.job.placements import Layout, LiveModel, lay_out, place_model
+from ckpt_tools.commands.job.report import ConversionReport, Masters, MastersUse
+from ckpt_tools.commands.job.target_job import TargetJob
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, VerificationError
+from ckpt_tools.execute.move.read_box import read_box
+from ckpt_tools.execute.processes.ranks import Ranks, connect
+from ckpt_tools.execute.processes.workers import shared_out
+from ckpt_tools.execute.proof.check_masters import (
+    MastersReport,
+    compare_masters,
+    in_order,
+    refuse_masters,
+    share_of,
+    sum_up,
+)
+from ckpt_tools.execute.proof.prove_source import prove_payloads
+from ckpt_tools.execute.rehearse import rehearse
+from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
+from ckpt_tools.formats.locate.detect import Location
+from ckpt_tools.formats.storage.files import Files
+from ckpt_tools.megatron.run_state.bridge import RUN_CONFIG, TRAIN_STATE
+from ckpt_tools.model.box import Box
+from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.choices import CheckLevel, Format, MegatronFormat
+from ckpt_tools.model.target import Target, TargetTensor, kept_exactly
+from ckpt_tools.model.transfers import Plan, plan_summary
+from ckpt_tools.model.without_gc import without_gc
+from ckpt_tools.sharding.placement import Placement
+from ckpt_tools.sharding.topology import Topology
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all) as a conversion goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How any conversion is carried out."""
+
+    overwrite: bool = False
+    resume: bool = False
+    write: WriteOptions = field(default_factory=WriteOptions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceOptions(RunOptions):
+    """And which Megatron checkpoint is read, and how."""
+
+    iteration: int | None = None
+    ignore_keys: tuple[str, ...] = ()
+    trust_pickle: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronOptions(SourceOptions):
+    """And how a Megatron checkpoint is published."""
+
+    tracker: bool = True  # the output's root is to name this iteration as its latest
+
+
+class CutRows(NamedTuple):
+    """Rows of a tensor that the output leaves out, and that must be zeros."""
+
+    tensor: TargetTensor
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What is written, what of, what must be proven first, and what is said of it: what every command starts from."""
+
+    to: Format
+    loader: str | None  # None: whoever loads the source
+    iteration: int | None
+    catalog: Catalog  # the source's, with tensors added that stand inside its objects
+    target: Target
+    plan: Plan | None = None  # None: it is not said yet who holds which pieces
+    extra_files: Mapping[str, bytes] = field(default_factory=dict)  # beside the tensors
+    beside: Mapping[str, bytes] = field(default_factory=dict)  # in the run's root, where the output has one
+    job: TargetJob | None = None
+    architecture: str | None = None
+    optimizer_layout: str | None = None  # of the source
+    weights_only: bool = False  # what the source says of its optimizer and schedule is not carried
+    groups: Mapping[int, int] = field(default_factory=dict)
+    masters: MastersUse = "none"
+    must_round: Sequence[TargetTensor] = ()  # masters, with the stored weights that they must round to
+    check_masters: CheckLevel = "sample"
+    fp8_recipe: str | None = None  # of a source with weights held in FP8 (`ModelSettings.fp8_recipe`)
+    advice: str | None = None  # what else can be done when masters do not round
+    must_be_zero: Sequence[CutRows] = ()
+    without_masters: Callable[[str], Conversion] | None = None  # for masters that do not; takes a note why
+    model: Callable[[], LiveModel] | None = None  # that a job's placement is asked of; before there is a plan
+    archives: Callable[[], Iterable[tuple[str, bytes]]] | None = None  # of the target's objects, likewise
+    keep_order: bool = False  # the target's, in the metadata: an optimizer may number parameters by it
+
+    def live_model(self) -> LiveModel:
+        """The model as the job that loads it has it."""
+        assert self.model is not None  # a format that a job's placement cuts gives one
+        return self.model()
+
+    def lay_out(self, layout: Layout, only: int | None = None, core: Placement | None = None) -> Plan:
+        """The plan for the ranks of `layout`, or the file of one rank alone (see `placements.lay_out`).
+
+        `core` is the placement that the layout gives, where it is known already.
+        """
+        if layout.topology is None:
+            self._refuse_impossible_tp()
+        archives = self.archives() if self.archives is not None and only in (None, 0) else ()
+        if core is None and layout.name != "even":
+            core = place_model(self.live_model(), layout)
+        return lay_out(self.catalog, self.target, core, archives, layout, only, self.keep_order)
+
+    def _refuse_impossible_tp(self) -> None:
+        """`--tp` without the job's other sizes is what the output says that it is for: such a job must be able to be.
+
+        Raises:
+            UsageError: it does not divide some tensors.
+        """
+        tp = self.job.record.tp if self.job is not None else None
+        if (
+            self.to == "fsdp_dtensor"
+            and self.model is not None
+            and tp
+            and tp.source == "--tp"
+            and tp.ranks > 1
+        ):
+            place_model(self.live_model(), Layout("mfsdp-v1", Topology(tp=tp.ranks, etp=1)))
+
+
+AnyOptions = TypeVar("AnyOptions", bound=RunOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class Writer(Generic[AnyOptions]):
+    """How checkpoints of one format are made: what is opened for them, where they go, and what is written."""
+
+    open: Callable[[str, AnyOptions], Opened]
+    place: Callable[[str, Location, str, AnyOptions], Output]
+    plan: Callable[[Opened, AnyOptions, int], Conversion]  # the last: number of converting ranks
+    imported_as: MegatronFormat | None = None  # what `import-hf` makes of a model that this does not take
+
+
+def open_source(source: str, options: SourceOptions) -> Opened:
+    """The Megatron checkpoint that is meant."""
+    return open_checkpoint(source, options.iteration, options.trust_pickle, of_run=True)
+
+
+def like_to_like(source: str, location: Location, output: str, options: MegatronOptions) -> Output:
+    """See `choose_output`."""
+    return choose_output(source, location, output, options.overwrite, options.resume, options.tracker)
+
+
+def convert(
+    source: str,
+    output: str,
+    writer: Writer[AnyOptions],
+    options: AnyOptions,
+    progress: Progress | None = None,
+    dry_run: bool = False,
+) -> ConversionReport:
+    """Make what `writer` makes of the checkpoint at `source`, and publish it at `output`; called on every rank.
+
+    Raises the errors of the writer, of the proofs, of `rehearse` and of `write_checkpoint`, and:
+        UnsupportedCheckpointError: a Hugging Face model, which `import-hf` takes.
+        CorruptCheckpointError: facts of the source contradict each other, since payloads are damaged.
+    """
+    ranks = connect()
+    with writer.open(source, options) as opened:
+        if opened.location.kind == "safetensors" and writer.imported_as is not None:
+            words = shlex.join(["import-hf", source, output, "--to", writer.imported_as])
+            raise UnsupportedCheckpointError(
+                f"{opened.location.path} is a Hugging Face model. `{words}` makes a Megatron checkpoint of it"
+            )
+        place = writer.place(source, opened.location, output, options)
+        conversion = _plan(writer, opened, options, ranks)
+        told = _contradictions(opened, conversion)
+        prove_zeros(opened, conversion)
+        nbytes = _plan_of(conversion).bytes_to_write
+        with shared_out(nbytes, options.write, ranks, place.directory) as (ranks, write):
+            rehearse(_plan_of(conversion), opened.files, _complete(place, conversion), write, ranks)
+            conversion, masters = with_proven_masters(opened, conversion, write, ranks)
+            written = None
+            if not dry_run:
+                plan, place = _plan_of(conversion), _complete(place, conversion)
+                written_too = (
+                    conversion.target.tensors if conversion.to != "hf" else ()
+                )  # which keeps no masters
+                kept = kept_exactly(written_too, conversion.catalog)
+                written = write_checkpoint(
+                    plan, opened.files, place, write, ranks=ranks, progress=progress, kept=kept
+                )
+    return _report(source, output, opened.location, conversion, masters, written, told)
+
+
+def _contradictions(opened: Opened, conversion: Conversion) -> tuple[str, ...]:
+    """Settings and counters of a Megatron source that cannot be true, each warned of: no byte's way rests on them.
+
+    What does rest on a setting was refused by who decided. An export asks them all for itself.
+    """
+    kind = opened.location.kind
+    if kind not in ("torch_dist", "fsdp_dtensor") or conversion.to == "hf":
+        return ()
+    from ckpt_tools.verify.checkpoint import meaning
+    from ckpt_tools.verify.checkpoint.counters import check_counters
+    from ckpt_tools.verify.checkpoint.settings_fit import check_settings
+
+    files, catalog, common = opened.files, opened.catalog, opened.common
+    weights = (
+        meaning.fsdp_weights(catalog) if kind == "fsdp_dtensor" else meaning.torch_dist_weights(catalog)[0]
+    )
+    checks = (
+        check_settings(kind, weights, common),
+        check_counters(files, catalog, common, opened.trust_pickle, conversion.weights_only),
+    )
+    told = tuple(f"{one.where}: {one.message}" for check in checks for one in check.findings)
+    for line in told:
+        warnings.warn(f"{opened.location.path}: {line}; it is carried over as it is", stacklevel=3)
+    return told
+
+
+def _plan(writer: Writer[AnyOptions], opened: Opened, options: AnyOptions, ranks: Ranks) -> Conversion:
+    """Everything up to the first byte. A proof by content that fails may be a matter of damaged payloads."""
+    try:
+        with without_gc():
+            return writer.plan(opened, options, ranks.world)
+    except VerificationError:
+        if options.write.check_source != "none":
+            share = [*opened.catalog.tensors, *opened.catalog.objects][ranks.rank :: ranks.world]
+            threads = options.write.threads
+            ranks.together(lambda: prove_payloads(opened.files, opened.catalog, share, threads))
+        raise
+
+
+def _plan_of(conversion: Conversion) -> Plan:
+    assert conversion.plan is not None  # a writer says who holds which pieces
+    return conversion.plan
+
+
+def _complete(place: Output, conversion: Conversion) -> Output:
+    """The output with its small files."""
+    beside = {**place.beside, **conversion.beside} if place.beside else {}
+    return replace(place, extra_files=conversion.extra_files, beside=beside, is_dcp=conversion.to != "hf")
+
+
+def prove_zeros(opened: Opened, conversion: Conversion) -> None:
+    """Rows that a smaller vocabulary leaves out must be zeros where nothing tells how many tokens are real.
+
+    Raises:
+        MappingError: some are not.
+    """
+    for tensor, box in conversion.must_be_zero:
+        if read_box(opened.files, conversion.catalog, tensor, box).any():
+            prove_payloads(opened.files, conversion.catalog, sorted({s.key for s in tensor.sources}), 1)
+            raise MappingError(
+                f"{tensor.key}: rows {box.start[0]} to {tensor.shape[0] - 1} would be cut off and are not zeros; "
+                "give the number of real tokens with --vocab-size if they are padding"
+            )
+
+
+def with_proven_masters(
+    opened: Opened, conversion: Conversion, options: WriteOptions, ranks: Ranks
+) -> tuple[Conversion, Masters]:
+    """The conversion, and what its masters were shown to be; one of weights does without those that are not.
+
+    Raises:
+        VerificationError, UnsupportedCheckpointError: masters that do not belong to the stored weights.
+    """
+    try:
+        return conversion, _prove_masters(opened, conversion, options, ranks)
+    except (VerificationError, UnsupportedCheckpointError) as error:
+        if isinstance(error, UnsupportedCheckpointError) and conversion.masters == "left_out":
+            return conversion, Masters(
+                "left_out"
+            )  # lower halves of masters, which say nothing of the weights
+        if conversion.without_masters is None:
+            raise
+        first, second, *_ = [*str(error).splitlines(), ""]
+    reason = f"{first} {second.strip(' -')}" if first.endswith(":") else first
+    with without_gc():
+        return conversion.without_masters(
+            f"the stored weights are written, not the masters: {reason}"
+        ), Masters("left_out")
+
+
+def _prove_masters(opened: Opened, conversion: Conversion, options: WriteOptions, ranks: Ranks) -> Masters:
+    """Every master rounds to its stored weight; the ranks share them out.
+
+    Raises:
+        CorruptCheckpointError: some do not, as payloads are damaged.
+        VerificationError: some do not, and their payloads are what was stored.
+    """
+    mode = conversion.check_masters
+    if mode == "none" or not conversion.must_round:
+        return Masters(conversion.masters)
+    found = prove_rounding(
+        opened.files,
+        conversion.catalog,
+        conversion.must_round,
+        mode,
+        options,
+        ranks,
+        conversion.fp8_recipe,
+        conversion.advice,
+    )
+    return Masters(conversion.masters, mode, found)
+
+
+def prove_rounding(
+    files: Files,
+    catalog: Catalog,
+    must_round: Sequence[TargetTensor],
+    level: CheckLevel,
+    options: WriteOptions,
+    ranks: Ranks,
+    fp8_recipe: str | None = None,
+    advice: str | None = None,
+) -> MastersReport:
+    """What the ranks compared, each its share. Raises as `check_masters`, and:
+
+    CorruptCheckpointError: some do not round, as payloads are damaged.
+    """
+    mine = share_of(must_round, level, ranks)
+
+    def compare() -> tuple[tuple[int, ...], list[str]]:
+        report, problems = compare_masters(
+            files, catalog, mine, level, ranks.check, options.threads, fp8_recipe
+        )
+        if problems and options.check_source != "none":
+            keys = {s.key for t in mine for s in (*t.sources, *t.must_round_to)}
+            prove_payloads(files, catalog, sorted(keys), options.threads)
+        return astuple(report), problems
+
+    told = ranks.together(compare)
+    refuse_masters(in_order(must_round, chain.from_iterable(problems for _, problems in told)), advice)
+    return sum_up(MastersReport(*report) for report, _ in told)
+
+
+def _report(
+    source: str,
+    output: str,
+    location: Location,
+    conversion: Conversion,
+    masters: Masters,
+    written: WriteReport | None,
+    told: tuple[str, ...],
+) -> ConversionReport:
+    target = conversion.target
+    return ConversionReport(
+        source=source,
+        output=output,
+        iteration=conversion.iteration,
+        source_iteration=location.label,
+        source_format=location.kind,
+        optimizer_layout=conversion.optimizer_layout,
+        output_format=conversion.to,
+        loader=conversion.loader,
+        architecture=conversion.architecture,
+        tensors=len(target.tensors),
+        objects=len(target.objects) + len(target.inline),
+        groups=dict(conversion.groups),
+        masters=masters,
+        dropped=(*target.dropped, *location.left_out, *_not_carried(location, conversion)),
+        kept=target.kept,
+        renamed=target.renamed,
+        backfilled=target.backfilled,
+        notes=target.notes,
+        warnings=told,
+        job=None if conversion.job is None else conversion.job.as_json(),
+        written=written,
+        plan=plan_summary(_plan_of(conversion)),
+    )
+
+
+def _not_carried(location: Location, conversion: Conversion) -> Iterator[str]:
+    """Megatron-Bridge's own files, where the program that loads the output reads none."""
+    loader = conversion.loader or conversion.to
+    for name, is_there in ((RUN_CONFIG, location.has_run_config), (TRAIN_STATE, location.has_train_state)):
+        if is_there and name not in conversion.extra_files:
+            yield f"{name}: Megatron-Bridge's, which {loader} does not read"

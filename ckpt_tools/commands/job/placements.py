@@ -1,0 +1,254 @@
+"""Which target rank writes which box of which target tensor: the sharding room's answers, as the plan asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
+
+from ckpt_tools.errors import UsageError
+from ckpt_tools.megatron.fp8_held import FP8, is_held_in_fp8
+from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpSource
+from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, part_order, split_part
+from ckpt_tools.megatron.fsdp_dtensor.write import FsdpTarget
+from ckpt_tools.megatron.keys import BUFFERS
+from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, ModelStyle
+from ckpt_tools.megatron.run_state.common_state import CommonState
+from ckpt_tools.megatron.run_state.settings import training_dtype
+from ckpt_tools.model.box import Box, full_box
+from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.choices import LayoutName
+from ckpt_tools.model.deferred import Deferred
+from ckpt_tools.model.roles import WEIGHT
+from ckpt_tools.model.target import Target, TargetTensor
+from ckpt_tools.model.transfers import Plan
+from ckpt_tools.plan.build import Placement as PlanPlacement
+from ckpt_tools.plan.build import build_plan
+from ckpt_tools.sharding.describe import LiveTensor, describe
+from ckpt_tools.sharding.fsdp2 import chunk_rows
+from ckpt_tools.sharding.parameters import Part
+from ckpt_tools.sharding.placement import Placement
+from ckpt_tools.sharding.topology import Topology
+from ckpt_tools.sharding.units import ROOT, UNITS
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The training job the output is laid out for. Without a topology: rows over `world` ranks (`even`)."""
+
+    name: LayoutName = "even"
+    topology: Topology | None = None
+    world: int = 1
+    tp_given: bool = True  # whether somebody chose the topology's TP; False: it is 1 because nothing was said
+    name_given: bool = True  # whether somebody chose the name; False: it is that of Megatron-FSDP by default
+    of_job: bool = True  # whether `world` is the size of a job; False: of the processes that convert
+    units: tuple[str, ...] = ()  # patterns of the modules that are FSDP units; () for Megatron-Core's
+
+    @property
+    def ranks(self) -> int:
+        """Number of target ranks, each with files of its own."""
+        return self.world if self.topology is None else self.topology.world_size
+
+
+class LiveModel(NamedTuple):
+    """What the sharding room asks about a model: its live tensors, and whether norms are modules of their own."""
+
+    tensors: tuple[LiveTensor, ...]
+    local_spec: bool
+
+
+def lay_out(
+    catalog: Catalog,
+    target: Target,
+    core: Placement | None,
+    archives: Iterable[tuple[str, bytes]],
+    layout: Layout,
+    only: int | None = None,
+    keep_order: bool = False,
+) -> Plan:
+    """The plan of a target whose pieces go to the ranks of `layout`: as `core` says, or evenly where there is none.
+
+    `only` names a rank whose file is planned alone; with `keep_order` tensors are not put into the order in which a
+    Megatron job reads them. Raises the errors of `build_plan`.
+    """
+    ranks = range(layout.ranks) if only is None else range(only, only + 1)
+    if core is None:
+        place = even_placement(layout.ranks, ranks)
+    else:
+        place = exact_placement(core, ranks)
+        if only is not None:
+            target = rank_share(target, core, only)
+        if not keep_order:
+            target = in_reading_order(target, core.names())
+    return build_plan(catalog, target, place, layout.ranks, archives, only=only)
+
+
+def even_placement(world: int, ranks: Sequence[int]) -> PlanPlacement:
+    """What `ranks` write of tensors cut along dimension 0 by the rule of `torch.chunk`: `Shard(0)` over `world`.
+
+    Tensors of no parameter, such as rng states, stay whole.
+    """
+
+    @cache
+    def cut(shape: tuple[int, ...]) -> Sequence[tuple[int, Box]]:
+        rows, rest = shape[0], shape[1:]
+        cuts = [(rank, *chunk_rows(rows, world, rank)) for rank in ranks]
+        return [
+            (rank, Box((start, *(0,) * len(rest)), (stop - start, *rest)))
+            for rank, start, stop in cuts
+            if stop > start or (rank == 0 and rows == 0)
+        ]
+
+    def place(tensor: TargetTensor) -> Sequence[tuple[int, Box]]:
+        if tensor.shape and tensor.parameter:
+            return cut(tensor.shape)
+        return [(0, full_box(tensor.shape))] if 0 in ranks else []
+
+    return place
+
+
+def place_model(model: LiveModel, layout: Layout) -> Placement:
+    """The placement of a model's parameters over the ranks of the training job.
+
+    Raises:
+        UsageError, MappingError: the topology or layout is impossible for these parameters.
+    """
+    if layout.topology is None:
+        raise UsageError(f"--layout {layout.name} needs a topology: give --dp-shard and the other sizes")
+    tp_dims = mla_tp_dims(model.local_spec)
+    tensors = model.tensors
+    if layout.name == "mfsdp-v2":  # which holds no weights in FP8
+        tensors = tuple(replace(t, dtype="bfloat16") if t.dtype == FP8 else t for t in tensors)
+    parameters = describe(
+        tensors,
+        layout.topology,
+        units=layout.units or UNITS,
+        root=None if layout.units else ROOT,
+        tp_dims=tp_dims,
+        layout=layout.name,
+    )
+    return Placement(parameters, layout.topology, layout.name)
+
+
+def mla_tp_dims(local_spec: bool) -> dict[str, int | None]:
+    """What tensor parallelism does to MLA's down-projections (gpt_layer_specs.py, core 0.14 and later).
+
+    Transformer Engine's spec has a plain linear there, the local one a column-parallel; fused ones are plain.
+    """
+    dim = 0 if local_spec else None
+    return {f"*{MLA_FUSED_DOWN}weight": None} | {f"*{name}weight": dim for name in MLA_DOWN}
+
+
+def exact_placement(core: Placement, ranks: Sequence[int]) -> PlanPlacement:
+    """The boxes that the target ranks `ranks` write; what no parameter places goes to rank 0 as a whole."""
+    boxes: dict[str, list[tuple[int, Box]]] = {}
+    for rank in ranks:
+        for name, box in core.written(rank):
+            boxes.setdefault(name, []).append((rank, box))
+    known = set(core.names()) if 0 in ranks else boxes.keys()
+
+    def place(tensor: TargetTensor) -> Sequence[tuple[int, Box]]:
+        if tensor.parameter in known and 0 not in tensor.shape:
+            return boxes.get(tensor.parameter, [])
+        return [(0, full_box(tensor.shape))] if 0 in ranks else []
+
+    return place
+
+
+def rank_share(target: Target, core: Placement, rank: int) -> Target:
+    """What `rank` writes of a target, and at most a little more. Rank 0 also has what no parameter places."""
+    if not rank:
+        return target
+    names = {name for name, _ in core.written(rank)}
+    tensors = target.tensors.of(names) if isinstance(target.tensors, Deferred) else target.tensors
+    return Target(tuple(tensor for tensor in tensors if tensor.parameter in names))
+
+
+def in_reading_order(target: Target, names: Iterable[str]) -> Target:
+    """Tensors in the order in which training ranks read them, so that a file is read front to back.
+
+    The model comes first, then the optimizer's states parameter by parameter (checkpointing.py
+    `generate_state_dict`). Tensors of no parameter, such as rng states, stand in front.
+    """
+    position = {name: i for i, name in enumerate(names)}
+    kinds = {"master": 0, "weight": 0}
+
+    def key(tensor: TargetTensor) -> tuple[int, int]:
+        at = position.get(tensor.parameter, -1)
+        return (-1, -1) if at < 0 else (kinds.get(tensor.role, 1), at)
+
+    return replace(target, tensors=tuple(sorted(target.tensors, key=key)))
+
+
+def target_model(built: FsdpTarget, common: CommonState) -> LiveModel:
+    """The model that a conversion from `torch_dist` gives; `common` has the settings of the run that wrote it.
+
+    Frozen parameters are those without a group; a conversion of weights alone tells nothing, and takes all as
+    trainable. The element type is that of the running model, not of its masters.
+    """
+    found = (
+        _Stored(
+            LiveTensor(
+                p.name,
+                p.shape,
+                FP8 if is_held_in_fp8(p.name, common) else _element_type(p),
+                gated=p.gated,
+                buffer=p.name.endswith(BUFFERS),
+                trainable=not built.memberships or p.group_name in built.memberships,
+            ),
+            p.group_name,
+        )
+        for p in built.parameters
+    )
+    return LiveModel(tuple(_join_parts(found, built.style)), built.style.local_norms)
+
+
+def _element_type(parameter: LiveParameter) -> str:
+    """Element type of the running model's parameter; that of what is stored where nothing tells it."""
+    first = parameter.stored[0]
+    return first.dtype or first.main.dtype
+
+
+def source_model(source: FsdpSource, style: ModelStyle) -> LiveModel:
+    """The model that an `fsdp_dtensor` checkpoint holds."""
+    trained = training_dtype(source.common)
+    found = []
+    for t in source.tensors:
+        buffer = t.name.endswith(BUFFERS)
+        trainable = not buffer and (bool(t.states) or not source.has_optimizer)
+        stored = t.dtypes[WEIGHT]
+        live = LiveTensor(
+            t.name,
+            t.shape,
+            FP8 if is_held_in_fp8(t.name, source.common) else trained or stored if trainable else stored,
+            gated=len(t.sources[WEIGHT]) == 2,
+            buffer=buffer,
+            trainable=trainable,
+        )
+        found.append(_Stored(live, split_part(t.name, style)[0]))
+    return LiveModel(tuple(_join_parts(found, style)), style.local_norms)
+
+
+class _Stored(NamedTuple):
+    """What the checkpoint holds under one name, and the live tensor that it is, or is a part of."""
+
+    tensor: LiveTensor
+    live: str
+
+
+def _join_parts(stored: Iterable[_Stored], style: ModelStyle) -> Iterator[LiveTensor]:
+    """Live tensors; those that the checkpoint keeps in parts (gated delta nets, MLA) are joined."""
+    found: dict[str, list[LiveTensor]] = {}
+    for tensor, live in stored:
+        found.setdefault(live, []).append(tensor)
+    for live, tensors in found.items():
+        if len(tensors) == 1:
+            yield tensors[0]
+            continue
+        parts: Mapping[str | None, LiveTensor] = {split_part(t.name, style)[1]: t for t in tensors}
+        order = part_order(live, [str(part) for part in parts])
+        rows = tuple(Part(parts[part].name, parts[part].shape[0]) for part in order)
+        first = parts[order[0]]
+        shape = (sum(part.rows for part in rows), *first.shape[1:])
+        yield LiveTensor(live, shape, first.dtype, parts=rows, trainable=first.trainable)

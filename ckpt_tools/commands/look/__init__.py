@@ -1,0 +1,17 @@
+"""`inspect`, `ls`, `stats`, `print-tensor`, and checkpoints as Python objects.
+
+* `inspect`: what a checkpoint is and holds
+* `inspect_page`: its page
+* `ls`: `ls`
+* `stats`: `stats`
+* `stats_page`: its pictures
+* `strips`: layers as columns, kinds of tensors as rows
+* `pages`: what all pages and drawings share
+* `print_tensor`: `print-tensor`
+* `read_values`: Python values as JSON values
+* `checkpoint`: `ckpt_tools.open`: a checkpoint as an object that is indexed
+* `storage_reader`: any checkpoint as what `dcp.load` reads
+* `load_dtensors`: a running job's shards, straight from a checkpoint
+* `dcp_json`: `print-torch-dcp-in-json`
+* `named_tensors`: the tensors of any checkpoint by parameter, layer and role
+"""

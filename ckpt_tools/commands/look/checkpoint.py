@@ -1,0 +1,352 @@
+"""A checkpoint as an object: what is stored under its keys, and the values of its parameters, read when indexed.
+
+    with ckpt_tools.open("run") as c:
+        c["decoder.final_layernorm.weight"][:4]                          # four elements are read
+        c.parameters["decoder.layers.0.mlp.linear_fc1.weight"].master    # of layers or flat buffers that hold all
+
+Every format is read the same way: `torch_dist` with any optimizer layout, `fsdp_dtensor`, other torch distributed
+checkpoints, Hugging Face models. An index reads the box that it needs, a slice with steps the box around it.
+
+Arrays have numpy's types. Elements of types that numpy lacks (bfloat16, 8-bit floats) have those of `ml_dtypes` where
+that package is installed, else they are float32, which holds all their values. Payloads are not proven against their
+checksums here; `verify --content` does that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ckpt_tools.close_names import close_names
+from ckpt_tools.commands.job.opened import Opened, open_checkpoint
+from ckpt_tools.commands.job.read_model import Wanted, read_model
+from ckpt_tools.errors import NoSuchKeyError
+from ckpt_tools.execute.move.read_box import BoxReader
+from ckpt_tools.execute.move.source_reader import index_of
+from ckpt_tools.formats.storage.files import AnyPath, path_text
+from ckpt_tools.formats.torch_archive.item_reader import load_object
+from ckpt_tools.megatron.keys import one_expert
+from ckpt_tools.model.box import Box, full_box
+from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.dtypes import itemsize
+from ckpt_tools.model.kernels.casts import Array, bfloat16_to_float32, numpy_dtype
+from ckpt_tools.model.kernels.kernel import MINIFLOATS, minifloat_values
+from ckpt_tools.model.model import Model
+from ckpt_tools.model.model import Parameter as ModelParameter
+from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.views import Source
+from ckpt_tools.plan.byte_runs import row_major_tiles
+from ckpt_tools.verify.content.values import decoded
+
+_TILE_ELEMS = 1 << 22  # read at a time: what is computed needs several arrays of a tile
+
+
+def open(  # as gzip.open and h5py.File it is called by its module's name, `ckpt_tools.open`
+    path: AnyPath, iteration: int | None = None, *, trust_pickle: bool = False
+) -> Checkpoint:
+    """What `path` means: a run's root, an iteration, a torch DCP folder, a Hugging Face model; or a URL.
+
+    Close it when done, or use it in a `with`. Nothing but metadata and the common state is read until it is indexed.
+
+    Raises:
+        UnsupportedCheckpointError: nothing is there, or a kind that is not read.
+        CorruptCheckpointError: it is damaged or hostile.
+    """
+    return Checkpoint(open_checkpoint(path_text(path), iteration, trust_pickle))
+
+
+class Tensor:
+    """A tensor of a checkpoint, read when it is indexed as numpy arrays are, or handed to `numpy.asarray`."""
+
+    def __init__(self, reader: BoxReader, target: TargetTensor) -> None:
+        self._reader, self._target = reader, target
+
+    @property
+    def dtype(self) -> str:
+        """The stored element type in torch's spelling, `bfloat16` for example; see the module for that of arrays."""
+        return self._target.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._target.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements in the stored type."""
+        return full_box(self.shape).volume * itemsize(self.dtype)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("a tensor without dimensions has no length")
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        """What numpy would give for this basic index: integers, slices, `...`; only that is read.
+
+        Raises:
+            IndexError: outside of the shape, as numpy has it, or an index by arrays.
+            CorruptCheckpointError: what is stored there is damaged.
+        """
+        parts = index if isinstance(index, tuple) else (index,)
+        if not all(map(_is_basic, parts)):
+            raise IndexError(
+                "integers, slices and ... choose what is read; read it first, and index that by arrays and booleans"
+            )
+        _without_memory(self.shape)[index]  # refuses what numpy refuses
+        box, inside = _around(parts, self.shape)
+        return self._read(box)[inside]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        if copy is False:
+            raise ValueError("a tensor of a checkpoint is read into a new array")
+        values = self._read(full_box(self.shape))
+        return values if dtype is None else values.astype(dtype)
+
+    def __repr__(self) -> str:
+        return f"<{self._target.key}: {self.dtype} {list(self.shape)}>"
+
+    def _read(self, box: Box) -> Array:
+        values = np.empty(box.size, numpy_dtype(self.dtype))
+        if not box.is_empty:
+            read = self._reader.tensor(self._target)
+            for tile in row_major_tiles(box, _TILE_ELEMS):
+                values[index_of(tile.relative_to(box))] = read(tile)
+        return _in_numpy(values, self.dtype)
+
+
+def _is_basic(part: object) -> bool:
+    """Whether numpy takes it for a place along an axis: True and False it does not, which are integers to Python."""
+    if isinstance(part, bool):
+        return False
+    return part is None or part is Ellipsis or isinstance(part, slice | int | np.integer)
+
+
+def _without_memory(shape: tuple[int, ...]) -> Array:
+    """An array of any shape that takes one byte."""
+    return np.broadcast_to(np.zeros((), np.uint8), shape)
+
+
+def _around(parts: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
+    """The smallest box around what an index shows, and the index inside of it."""
+    given = sum(part is not None and part is not Ellipsis for part in parts)
+    if not any(part is Ellipsis for part in parts):
+        parts = (*parts, Ellipsis)
+    at = next(i for i, part in enumerate(parts) if part is Ellipsis)
+    parts = (*parts[:at], *[slice(None)] * (len(shape) - given), *parts[at + 1 :])
+    start, size, inside = list[int](), list[int](), list[Any]()
+    axis = 0
+    for part in parts:
+        if part is None:
+            inside.append(None)
+            continue
+        first, count, rest = _on_axis(part, shape[axis])
+        start.append(first)
+        size.append(count)
+        inside.append(rest)
+        axis += 1
+    return Box(tuple(start), tuple(size)), (..., *inside) if not inside else tuple(inside)
+
+
+def _on_axis(part: Any, length: int) -> tuple[int, int, Any]:
+    """Where the elements along one axis begin, how many lie around them, and the index among those."""
+    if not isinstance(part, slice):
+        number = int(part)
+        return number + length * (number < 0), 1, 0
+    chosen = range(length)[part]
+    if not chosen:
+        return 0, 0, slice(None)
+    low, high = min(chosen[0], chosen[-1]), max(chosen[0], chosen[-1])
+    step = chosen.step
+    return low, high - low + 1, slice(None, None, step)
+
+
+def _in_numpy(values: Array, dtype: str) -> Array:
+    """Values in a type that has them as numbers, see the module; `values` has the type `numpy_dtype`."""
+    if numpy_dtype(dtype).name == dtype:
+        return values
+    try:
+        import ml_dtypes
+    except ImportError:
+        return _as_float32(values, dtype)
+    return values.view(np.dtype(getattr(ml_dtypes, dtype)))
+
+
+def _as_float32(values: Array, dtype: str) -> Array:
+    if dtype == "bfloat16":
+        return bfloat16_to_float32(values)
+    if dtype in MINIFLOATS:
+        return minifloat_values(dtype)[values]
+    return decoded(values.reshape(-1), dtype).astype(np.float32).reshape(values.shape)
+
+
+class Parameter:
+    """A parameter of the model with its values by role: `weight`, `master`, `exp_avg`, `exp_avg_sq` and others.
+
+    `fsdp_dtensor` keeps masters in the place of weights; `main` is the most exact value there is.
+    """
+
+    def __init__(self, reader: BoxReader, name: str, parameter: ModelParameter) -> None:
+        self._reader, self._parameter = reader, parameter
+        self.name = name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._parameter.shape
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The values that there are."""
+        return tuple(self._parameter.values)
+
+    @property
+    def main(self) -> Tensor:
+        """The master, else the weight."""
+        return self["master" if "master" in self._parameter.values else "weight"]
+
+    def __getitem__(self, role: str) -> Tensor:
+        _check_text(role, "roles", "exp_avg")
+        value = self._parameter.values.get(role)
+        if value is None:
+            raise NoSuchKeyError(f"{self.name} has no {role}, only {', '.join(self.roles)}")
+        key = f"{self.name}, {role}"
+        target = TargetTensor(key, value.dtype, value.shape, value.sources, zero_filled=value.zero_filled)
+        return Tensor(self._reader, target)
+
+    def __getattr__(self, role: str) -> Tensor:
+        if role.startswith("_"):
+            raise AttributeError(role)
+        try:
+            return self[role]
+        except NoSuchKeyError as error:
+            raise AttributeError(str(error)) from None
+
+    def __repr__(self) -> str:
+        return f"<parameter {self.name}: {list(self.shape)}, {', '.join(self.roles)}>"
+
+
+class Parameters(Mapping[str, Parameter]):
+    """The parameters by the names of `torch_dist` with layers and experts one by one."""
+
+    def __init__(self, reader: BoxReader, model: Model) -> None:
+        self._reader = reader
+        self._by_name = {one_expert(p.name, p.expert): p for p in model.parameters}
+
+    def __getitem__(self, name: str) -> Parameter:
+        _check_text(name, "names", "decoder.final_layernorm.weight")
+        found = self._by_name.get(name)
+        if found is None:
+            raise _absent("parameter", name, self._by_name)
+        return Parameter(self._reader, name, found)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_name)
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+
+class Checkpoint(Mapping[str, Any]):
+    """What is stored, by key: tensors as `Tensor`s, objects as their values. Close it, or use it in a `with`."""
+
+    def __init__(self, opened: Opened) -> None:
+        self._opened = opened
+        self._readers: list[BoxReader] = []
+        self._reader = self._reader_of(opened.catalog)
+
+    @property
+    def path(self) -> str:
+        """The folder that holds the files."""
+        return self._opened.location.path
+
+    @property
+    def format(self) -> str:
+        """`torch_dist`, `fsdp_dtensor`, `dcp` or `safetensors`."""
+        return self._opened.location.kind
+
+    @property
+    def iteration(self) -> int | None:
+        """Training steps done, where the checkpoint tells."""
+        return self._opened.location.iteration or self._opened.common.iteration
+
+    @property
+    def args(self) -> Mapping[str, Any]:
+        """The training arguments; {} where none are stored."""
+        return self._opened.common.args
+
+    @property
+    def catalog(self) -> Catalog:
+        """Where every byte lies: keys, types, shapes, chunks, files, byte ranges."""
+        return self._opened.catalog
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        """The parameters of a Megatron checkpoint, whatever its format and its optimizer's layout.
+
+        Raises:
+            UnsupportedCheckpointError: of another format, whose tensors stand under their keys alone.
+            MappingError: what is stored does not make a model.
+        """
+        model = read_model(self._opened, Wanted(unknown_keys=True))
+        return Parameters(self._reader_of(model.catalog), model)
+
+    def __getitem__(self, key: str) -> Any:
+        _check_text(key, "keys", "decoder.final_layernorm.weight")
+        catalog = self._opened.catalog
+        entry = catalog.tensors.get(key)
+        if entry is not None:
+            return Tensor(self._reader, TargetTensor(key, entry.dtype, entry.shape, (Source(key),)))
+        stored = catalog.objects.get(key)
+        if stored is None:
+            raise _absent("tensor or object", key, [*catalog.tensors, *catalog.objects])
+        return load_object(self._opened.files, stored.item, self._opened.trust_pickle)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._opened.catalog.tensors or key in self._opened.catalog.objects
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._opened.catalog.tensors
+        yield from self._opened.catalog.objects
+
+    def __len__(self) -> int:
+        return len(self._opened.catalog.tensors) + len(self._opened.catalog.objects)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close its files. Tensors that were handed out cannot be read any more."""
+        for reader in self._readers:
+            reader.close()
+        self._opened.files.close()
+
+    def __repr__(self) -> str:
+        return f"<{self.format} checkpoint {self.path}: {len(self)} keys>"
+
+    def _reader_of(self, catalog: Catalog) -> BoxReader:
+        self._readers.append(BoxReader(self._opened.files, catalog))
+        return self._readers[-1]
+
+
+def _check_text(name: object, what: str, example: str) -> None:
+    """
+    Raises:
+        TypeError: it is not text, as somebody gives who takes a checkpoint for a list, or a tensor for its parameter.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"{what} are text such as {example!r}, not {type(name).__name__}")
+
+
+def _absent(what: str, name: str, names: Any) -> NoSuchKeyError:
+    close = close_names(name, names)
+    hint = f" Did you mean {', '.join(close)}?" if close else ""
+    return NoSuchKeyError(f"there is no {what} {name!r}.{hint}")

@@ -1,0 +1,112 @@
+"""`print-torch-dcp-in-json`: the metadata of any torch distributed checkpoint as JSON values.
+
+A dump of `--dump-param-to-param-group-map` is such a checkpoint: no tensors, one integer an object. Its map is also
+written as `param_to_param_group_map.json` into the folder, as NVIDIA's user guide describes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.commands.look.read_values import json_value
+from ckpt_tools.errors import StorageError, UsageError
+from ckpt_tools.execute.output.access import access_of
+from ckpt_tools.execute.output.folders import Folder
+from ckpt_tools.formats.dcp.metadata_read import read_catalog
+from ckpt_tools.formats.storage.files import Files
+from ckpt_tools.formats.storage.open_files import open_files
+from ckpt_tools.formats.torch_archive.item_reader import StoredTensor, find_tensor, load_object
+from ckpt_tools.megatron.dcp.state_dict import is_group_map
+from ckpt_tools.model.catalog import Chunk, TensorEntry
+
+SCHEMA_VERSION = 1
+MAP_FILE = "param_to_param_group_map.json"
+MAX_VALUE_BYTES = 1 << 16  # larger tensors and objects are described, not printed
+
+
+def dcp_as_json(path: str, values: bool = False, trust_pickle: bool = False) -> dict[str, Any]:
+    """Tensors and objects of the checkpoint in `path`, in stored order, as JSON values.
+
+    With `values`, objects and scalars (tensors of one element) of at most 64 KiB come with their value.
+
+    Raises:
+        UnsupportedCheckpointError, CorruptCheckpointError: as `read_catalog` and `load_object`.
+    """
+    files = open_files(path)
+    try:
+        catalog = read_catalog(files, trust_pickle)
+        tensors = {key: _describe_tensor(files, entry, values) for key, entry in catalog.tensors.items()}
+        objects: dict[str, dict[str, Any]] = {}
+        for key, entry in catalog.objects.items():
+            objects[key] = {"bytes": entry.item.length}
+            if values and entry.item.length <= MAX_VALUE_BYTES:
+                objects[key]["value"] = json_value(load_object(files, entry.item, trust_pickle))
+    finally:
+        files.close()
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "checkpoint": path,
+        "metadata_class": catalog.metadata_class,
+        "metadata_version": catalog.metadata_version,
+        "tensors": tensors,
+        "objects": objects,
+    }
+
+
+def write_group_map(path: str, trust_pickle: bool = False) -> str | None:
+    """Write the map file of a group map dump into its folder and return its path; None for any other checkpoint.
+
+    Raises:
+        UsageError: the dump is in an object store, where nothing is written on the side.
+        StorageError: the folder cannot be written.
+    """
+    groups = read_group_map(path, trust_pickle)
+    if groups is None:
+        return None
+    if "://" in path:
+        raise UsageError(f"{path}: {MAP_FILE} is only written to a disk; copy the dump, or give --no-write.")
+    target = Path(path, MAP_FILE)
+    try:
+        with Folder.named(target.parent) as folder:
+            folder.write(MAP_FILE, json.dumps(groups, indent=2).encode(), mode=access_of(target.parent).file)
+    except OSError as error:
+        raise StorageError(f"{target}: {error.strerror}. --no-write leaves the folder as it is.") from error
+    return str(target)
+
+
+def read_group_map(path: str, trust_pickle: bool = False) -> dict[str, int] | None:
+    """Parameter name to group id, as NVIDIA's command names them; None when the checkpoint is not such a dump."""
+    files = open_files(path)
+    try:
+        catalog = read_catalog(files, trust_pickle)
+        if not is_group_map(catalog):
+            return None
+        groups = {key: load_object(files, entry.item, trust_pickle) for key, entry in catalog.objects.items()}
+    finally:
+        files.close()
+    if not all(type(group) is int for group in groups.values()):
+        return None
+    return {key.replace("module.module", "model.module"): group for key, group in groups.items()}
+
+
+def _describe_tensor(files: Files, entry: TensorEntry, values: bool) -> dict[str, Any]:
+    chunks = [_describe_chunk(chunk) for chunk in entry.chunks]
+    described = {"dtype": entry.dtype, "shape": list(entry.shape), "chunks": chunks}
+    if values and entry.numel == 1 and len(entry.chunks) == 1:
+        tensor = find_tensor(files, entry.chunks[0].item)
+        data = files.read(entry.chunks[0].item.file, tensor.payload_offset, tensor.nbytes)
+        described["value"] = json_value(StoredTensor(tensor.dtype, (), data))
+    return described
+
+
+def _describe_chunk(chunk: Chunk) -> dict[str, Any]:
+    box, item = chunk
+    return {
+        "start": list(box.start),
+        "size": list(box.size),
+        "file": item.file,
+        "offset": item.offset,
+        "length": item.length,
+    }

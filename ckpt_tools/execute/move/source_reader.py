@@ -1,0 +1,275 @@
+"""Reads regions of stored tensors: finds payloads, checks them against the metadata, gathers strided elements."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ckpt_tools.errors import CkptError, CorruptCheckpointError, UnsupportedCheckpointError
+from ckpt_tools.execute.output.fileio import drop_cache, storage_errors
+from ckpt_tools.execute.proof.payload_sums import RecordProof, SourceProof, Stored
+from ckpt_tools.formats.storage.files import Files, LocalFiles
+from ckpt_tools.formats.storage.joined_files import JoinedFiles, by_folder, place_of
+from ckpt_tools.formats.storage.prefetch import Range
+from ckpt_tools.formats.storage.remote import RemoteFiles
+from ckpt_tools.formats.torch_archive.item_reader import ARCHIVE_END, Stretch, TensorBytes, find_tensor
+from ckpt_tools.formats.torch_archive.tensor_template import tensor_frame, usual_item
+from ckpt_tools.model.box import Box, full_box
+from ckpt_tools.model.catalog import Item
+from ckpt_tools.model.dtypes import itemsize
+from ckpt_tools.model.kernels.casts import Array, raw_dtype
+from ckpt_tools.model.transfers import Computation, Transfer, stored_parts
+from ckpt_tools.model.views import Piece
+from ckpt_tools.plan.byte_runs import is_dense, pattern_blocks, read_pattern, row_major_tiles, span_elems
+
+_CACHED_PAYLOADS = 16384
+_MAX_REPEATED_BYTES = 64 << 20  # of a tensor larger than its storage: expanded, or with overlapping strides
+
+
+class ChunkRef(NamedTuple):
+    """A stored chunk as the metadata describes it."""
+
+    key: str
+    item: Item
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def chunk_of(transfer: Transfer) -> ChunkRef:
+    """The source chunk that a transfer reads."""
+    return ChunkRef(transfer.key, transfer.item, transfer.dtype, transfer.shape)
+
+
+class Payload(NamedTuple):
+    """A dense row-major payload: `nbytes` bytes at `offset` of the file `name` of `files`."""
+
+    files: Files
+    name: str
+    offset: int
+    nbytes: int
+    crc32: int | None  # None: unknown
+    proof: RecordProof | None = None  # to be told of every read; None: there is nothing to prove
+
+
+class SourceReader:
+    """Payloads of a checkpoint's items. Safe to share between threads; close it to remove its temporary files.
+
+    Payloads that are not row-major (their writer saved a transposed tensor) are rewritten row-major to a temporary
+    file in `spool_parent` first. `proof` is told of every byte that is read.
+    """
+
+    def __init__(
+        self, files: Files, spool_parent: Path | None = None, proof: SourceProof | None = None
+    ) -> None:
+        self.files = files
+        self.proof = proof
+        self._spool_parent = spool_parent
+        self._spool: tempfile.TemporaryDirectory[str] | None = None
+        self._payloads: OrderedDict[Item, Payload] = OrderedDict()
+        self._lock = threading.Lock()
+        self._of_thread = threading.local()  # `told`: items whose frames it has on their way
+        self.is_remote = has_stores(files)
+
+    def close(self) -> None:
+        if self._spool is not None:
+            self._spool.cleanup()
+            self._spool = None
+
+    def payload(self, chunk: ChunkRef) -> Payload:
+        """Where the elements of a chunk lie.
+
+        Raises:
+            CorruptCheckpointError: the item is damaged, or holds another type or shape than the metadata says.
+            UnsupportedCheckpointError: its elements lie in a way that is not read.
+        """
+        with self._lock:
+            found = self._payloads.get(chunk.item)
+            if found is not None:
+                self._payloads.move_to_end(chunk.item)
+                return found
+        found = self._find(chunk)
+        with self._lock:
+            self._payloads[chunk.item] = found
+            if len(self._payloads) > _CACHED_PAYLOADS:
+                self._payloads.popitem(last=False)
+        return found
+
+    def reads(self, transfer: Transfer, piece: Piece, scratch_bytes: int) -> Iterator[Range]:
+        """What reading a piece of a transfer's chunk asks of a store, if it lies in the usual frame."""
+        item = transfer.item
+        files, name = place_of(self.files, item.file)
+        if not isinstance(files, RemoteFiles):
+            return
+        start = item.offset
+        if not item.bare:
+            frame = tensor_frame(transfer.dtype, transfer.shape)
+            if item.length != frame.length:
+                return
+            start += len(frame.head)
+            told: set[Item] = self._of_thread.__dict__.setdefault("told", set())
+            if item not in told and item not in self._payloads:
+                told.add(item)
+                yield from frame_reads(self.files, item, len(frame.head), frame.tail_bytes)
+        for _, first, nbytes in spans(piece, piece.box.size, itemsize(transfer.dtype), scratch_bytes):
+            yield Range(files, name, start + first, start + first + nbytes)
+
+    def note(self, transfers: Iterable[Transfer | Computation]) -> None:
+        """Have the payloads of work that another process has done proven too: nobody knows what it saw."""
+        if self.proof is not None:
+            for transfer in stored_parts(transfers):
+                self.payload(chunk_of(transfer))
+
+    def _find(self, chunk: ChunkRef) -> Payload:
+        key, item, dtype, shape = chunk
+        nbytes = prod(shape) * itemsize(dtype)
+        files, name = place_of(self.files, item.file)
+        inner = item._replace(file=name)
+        if item.bare:
+            if item.length != nbytes:
+                raise CorruptCheckpointError(
+                    f"{key} {dtype} {shape} needs {nbytes} bytes, but {item.file} has {item.length} for it"
+                )
+            bare = Payload(files, name, item.offset, nbytes, item.crc32)
+            return self._to_prove(key, item, bare, Stretch(*bare[2:5]))
+        usual = usual_item(files, inner, dtype, shape)
+        if usual is not None:
+            return self._to_prove(key, item, Payload(files, name, *usual), Stretch(*usual))
+        try:
+            tensor = find_tensor(files, inner)
+        except (CorruptCheckpointError, UnsupportedCheckpointError) as error:
+            raise type(error)(f"{key}: {error}") from error
+        if (tensor.dtype, tensor.shape) != (dtype, shape):
+            raise CorruptCheckpointError(
+                f"{key}: the metadata says {dtype} {shape}, but the item at byte {item.offset} of {item.file} "
+                f"holds {tensor.dtype} {tensor.shape}"
+            )
+        stored = Payload(files, name, tensor.payload_offset, tensor.nbytes, tensor.crc32)
+        stored = self._to_prove(key, item, stored, tensor.record)
+        return stored if tensor.is_row_major else self._reordered(chunk, tensor, stored)
+
+    def _to_prove(self, key: str, item: Item, payload: Payload, record: Stretch) -> Payload:
+        """The payload, which tells of its reads what its record's checksum can be compared with."""
+        if self.proof is None:
+            return payload
+        if record.crc32 is None:
+            self.proof.without(item)
+            return payload
+        if not record.nbytes:
+            return payload
+        return payload._replace(proof=self.proof.of(key, Stored(item, *record)))  # type: ignore[arg-type]
+
+    def _reordered(self, chunk: ChunkRef, tensor: TensorBytes, stored: Payload) -> Payload:
+        """The payload rewritten row-major to a temporary file.
+
+        Raises:
+            UnsupportedCheckpointError: its elements share storage, and it would be too large.
+        """
+        nbytes = prod(chunk.shape) * itemsize(chunk.dtype)
+        if nbytes > max(tensor.nbytes, _MAX_REPEATED_BYTES):
+            raise UnsupportedCheckpointError(
+                f"{chunk.key}: a tensor of {nbytes} bytes was saved over {tensor.nbytes} bytes of storage (shape "
+                f"{tensor.shape}, strides {tensor.strides}); more than {_MAX_REPEATED_BYTES} bytes of elements that "
+                "share storage are not read. Load it with torch and save it again after .contiguous()."
+            )
+        with self._lock:
+            if self._spool is None:
+                self._spool = tempfile.TemporaryDirectory(prefix="spool-", dir=self._spool_parent)
+        whole = Piece(full_box(chunk.shape), 0, tensor.strides)
+        width = itemsize(chunk.dtype)
+        scratch = np.empty(8 << 20, np.uint8)
+        with storage_errors(self._spool.name):
+            fd, path = tempfile.mkstemp(dir=self._spool.name)
+            with os.fdopen(fd, "wb") as file:
+                for tile in row_major_tiles(whole.box, len(scratch) // width):
+                    part = whole.crop(tile)
+                    assert part is not None  # tiles are inside the box
+                    out = np.empty(tile.size, raw_dtype(chunk.dtype))
+                    read_region(stored, part, out, scratch)
+                    file.write(out.tobytes())
+        return Payload(LocalFiles(self._spool.name), Path(path).name, 0, nbytes, None)
+
+
+def store_ranges(files: Files, file: str, start: int, stop: int) -> Iterator[Range]:
+    """Bytes of a file as what is read ahead, if it is in a store."""
+    part, name = place_of(files, file)
+    if isinstance(part, RemoteFiles):
+        yield Range(part, name, start, stop)
+
+
+def frame_reads(
+    files: Files, item: Item, head: int = ARCHIVE_END, tail: int = ARCHIVE_END
+) -> Iterator[Range]:
+    """What looking at an archive's frame reads of a store: so many bytes at either end."""
+    stop = item.offset + item.length
+    yield from store_ranges(files, item.file, item.offset, min(item.offset + head, stop))
+    yield from store_ranges(files, item.file, max(item.offset, stop - tail), stop)
+
+
+def has_stores(files: Files) -> bool:
+    """Whether some of the files are in a store."""
+    return any(
+        isinstance(part, RemoteFiles) for part in (files.parts if isinstance(files, JoinedFiles) else [files])
+    )
+
+
+def forget(files: Files, names: Sequence[str]) -> None:
+    """Give back the page cache of files that have been read."""
+    for part, inside in by_folder(files, names):
+        if isinstance(part, LocalFiles):
+            for name in inside:
+                with suppress(CkptError), part.descriptor(name) as fd:
+                    drop_cache(fd)
+
+
+def read_region(payload: Payload, piece: Piece, out: Array, scratch: Array) -> int:
+    """Fill `out`, of the shape of `piece.box`, with the piece's elements; returns the bytes read.
+
+    `out` may be strided; its element size is that of the payload. `scratch` is a byte array that bounds the length
+    of one read and must hold at least one element.
+    """
+    if out.size == 0:
+        return 0
+    strides, width = piece.strides, out.itemsize
+    bytes_read = 0
+    for block, first, span in spans(piece, out.shape, width, len(scratch)):
+        target = out[index_of(block)]
+        at = payload.offset + first
+        if target.flags.c_contiguous and is_dense(block.size, strides):
+            data = _bytes_of(target)
+            payload.files.read_into(payload.name, at, data)
+        else:
+            data = scratch[:span].data
+            payload.files.read_into(payload.name, at, data)
+            byte_strides = tuple(s * width for s in strides)
+            target[...] = np.ndarray(block.size, target.dtype, scratch.data, 0, byte_strides)
+        if payload.proof is not None:
+            payload.proof.add(at, data)
+        bytes_read += span
+    return bytes_read
+
+
+def spans(piece: Piece, shape: Sequence[int], width: int, most_bytes: int) -> Iterator[tuple[Box, int, int]]:
+    """How a non-empty piece is read: blocks of it, with the first byte in the payload and the bytes from there on."""
+    _, offset, strides = piece
+    pattern = read_pattern(shape, strides, width, most_bytes // width)
+    for block in pattern_blocks(pattern, shape):
+        first = offset + sum(a * s for a, s in zip(block.start, strides, strict=True))
+        yield block, first * width, span_elems(block.size, strides) * width
+
+
+def index_of(box: Box) -> tuple[Any, ...]:
+    """The index that shows `box` of an array as a view; the `...` makes it one for 0-d arrays too."""
+    return (..., *map(slice, box.start, box.stop))
+
+
+def _bytes_of(array: Array) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data

@@ -1,0 +1,330 @@
+"""The tile pump: one output item at a time through buffers of a fixed size.
+
+An item is cut into segments that follow each other in its payload. A segment that is a whole source payload keeps
+its CRC-32 and is copied by the kernel where it need not be proven, is large and local (`_copy_whole`); anything else
+passes through a tile buffer, is cast if it must be, and is summed on the way. The item's CRC is joined from its
+segments'.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from ckpt_tools.execute.move.fill import Filled, Filler
+from ckpt_tools.execute.move.small import SmallCopies, small_reads
+from ckpt_tools.execute.move.source_reader import Payload, SourceReader, chunk_of
+from ckpt_tools.execute.output.fileio import (
+    BLOCK_BYTES,
+    At,
+    CopyCount,
+    OutputFile,
+    can_share,
+    copy_range,
+    storage_errors,
+    stored_ranges,
+    write_all,
+)
+from ckpt_tools.execute.proof.payload_sums import RecordProof
+from ckpt_tools.formats.storage import crc
+from ckpt_tools.formats.storage.files import LocalFiles
+from ckpt_tools.formats.storage.prefetch import Range
+from ckpt_tools.formats.torch_archive.tensor_template import Frame, bare_frame, tensor_frame
+from ckpt_tools.model.box import Box
+from ckpt_tools.model.dtypes import itemsize
+from ckpt_tools.model.kernels.casts import Array, raw_dtype
+from ckpt_tools.model.transfers import VERBATIM, Computation, OutputBlob, OutputItem, Transfer, only_zeros
+from ckpt_tools.plan.byte_runs import is_run, row_major_tiles
+from ckpt_tools.plan.tiling import BoxIndex
+
+_COPY_STEP_BYTES = 64 << 20  # copied by the kernel between two looks at whether to stop
+_CAST_COPIES = 4  # arrays of a tile's elements that a cast holds at a time
+_COMPUTE_COPIES = 8  # and a kernel that computes, its inputs among them
+# Of a plain copy at a time: what was read is summed and written out of the processor's cache.
+_CACHED_BYTES = 512 << 10
+KERNEL_COPY_BYTES = 256 * 1024  # below, one read and one write cost less than joining checksums
+
+
+@dataclass(slots=True)
+class Counters(Filled):
+    """What a worker has read and moved, in bytes, and rounded."""
+
+    copies: CopyCount = field(default_factory=CopyCount)
+
+
+class Segment(NamedTuple):
+    """A gapless range of an item's payload: `box` is relative to the item's start."""
+
+    box: Box
+    transfers: Sequence[Transfer | Computation]
+    zeros: bool  # some elements come from no transfer
+
+
+def segments(item: OutputItem) -> list[Segment]:
+    """The item's payload in order: one segment a transfer where each fills a gapless range, else one in all."""
+    size = item.box.size
+    if item.zero_elems == 0 and all(is_run(t.box, size) for t in item.transfers):
+        return [Segment(t.box, (t,), False) for t in item.transfers]
+    return [Segment(Box((0,) * len(size), size), item.transfers, item.zero_elems > 0)]
+
+
+class Pump:
+    """Writes items with two buffers of `tile_bytes` each. One pump a thread.
+
+    `tick` is told the bytes written since the last call, after every tile, and may raise to stop the work.
+    """
+
+    def __init__(self, source: SourceReader, tile_bytes: int, tick: Callable[[int], None]) -> None:
+        self._source = source
+        self._tile_bytes = tile_bytes
+        room = np.empty(tile_bytes + 2 * BLOCK_BYTES, np.uint8)
+        self._room = room[-room.ctypes.data % BLOCK_BYTES :]
+        self._scratch = np.empty(tile_bytes, np.uint8)
+        self._tick = tick
+        self.counters = Counters()
+        self._filler = Filler(source, self._scratch, self.counters)
+
+    def reads(self, item: OutputItem | OutputBlob) -> Iterator[Range]:
+        """What the content of an item asks of stores, in order; that of a blob is known."""
+        if isinstance(item, OutputBlob):
+            return
+        for segment in segments(item):
+            for tile, transfers in _tiles(item, segment, self._tile_bytes):
+                yield from self._filler.reads(tile, transfers, item.box.start)
+
+    def batch_reads(self, items: Sequence[OutputItem]) -> Iterator[Range]:
+        """What writing a batch asks of stores."""
+        return small_reads(self._source, items, len(self._scratch))
+
+    def write_item(self, item: OutputItem, file: OutputFile) -> int:
+        """Write one item; returns its payload's CRC-32.
+
+        Raises:
+            CorruptCheckpointError: a source item is damaged or not what the metadata says.
+            StorageError: the file system refused.
+        """
+        frame = _frame_of(item)
+        at = item.offset + len(frame.head)
+        total = 0
+        for segment in segments(item):
+            nbytes = segment.box.volume * itemsize(item.dtype)
+            total = crc.combine(total, self._write_segment(item, segment, file, at), nbytes)
+            at += nbytes
+        tail = frame.tail(total)
+        with storage_errors(file.path):
+            write_all(file.fd, frame.head, item.offset)
+            write_all(file.fd, tail, at)
+        self._tick(len(frame.head) + len(tail))
+        return total
+
+    def write_batch(self, items: Sequence[OutputItem], file: OutputFile) -> list[int]:
+        """`write_item` for the items of one of `plan.coalesce.batches`: few reads, one write."""
+        small = SmallCopies(self._source, items, self._scratch.data)
+        self.counters.read += small.bytes_read
+        base, end = items[0].offset, items[-1].offset + items[-1].length
+        out = self._buffer(base, end - base).data
+        checksums, at = [], 0
+        for item, archive in zip(items, small.archives(), strict=True):
+            if archive is None:
+                return [self.write_item(one, file) for one in items]
+            gap = item.offset - base - at
+            for part in (bytes(gap), *archive[0]) if gap else archive[0]:
+                out[at : at + len(part)] = part
+                at += len(part)
+            checksums.append(archive[1])
+        small.note_proven()
+        file.write(out, base)
+        self.counters.copies.touched += len(out)
+        self._tick(sum(item.length for item in items))
+        return checksums
+
+    def item_content(self, item: OutputItem) -> Iterator[bytes | memoryview]:
+        """The item's bytes in order, as `write_item` writes them; each part is valid until the next is asked for.
+
+        Raises:
+            CorruptCheckpointError: as `write_item`.
+        """
+        frame = _frame_of(item)
+        yield frame.head
+        total = 0
+        for segment in segments(item):
+            checksum = 0
+            for data, checksum in self._segment_content(item, segment, 0):  # noqa: B007  the last one counts
+                yield data
+            checksum = self._stated(segment, checksum)
+            total = crc.combine(total, checksum, segment.box.volume * itemsize(item.dtype))
+        self._tick(len(frame.head) + len(frame.tail(total)))
+        yield frame.tail(total)
+
+    def is_intact(self, item: OutputItem, file: OutputFile, checksum: int) -> bool:
+        """Whether the archive is there as it was written: its frame, and a payload with this CRC-32."""
+        frame = _frame_of(item)
+        at = item.offset + len(frame.head)
+        end = at + frame.payload_bytes
+        total = 0
+        with storage_errors(file.path):
+            for done in range(at, end, self._tile_bytes):
+                part = self._room[: min(self._tile_bytes, end - done)].data
+                if os.preadv(file.fd, [part], done) != len(part):
+                    return False
+                total = crc.crc32(part, total)
+                self._tick(len(part))
+            tail = frame.tail(checksum)
+            self._tick(frame.length - frame.payload_bytes)
+            around = os.pread(file.fd, len(frame.head), item.offset) + os.pread(file.fd, len(tail), end)
+        return total == checksum and around == frame.head + tail
+
+    def _write_segment(self, item: OutputItem, segment: Segment, file: OutputFile, at: int) -> int:
+        """Write a segment's bytes from byte `at` of the file on; returns their CRC-32."""
+        if only_zeros(segment.transfers):
+            nbytes = segment.box.volume * itemsize(item.dtype)
+            self._write_zeros(file, at, at + nbytes)
+            return crc.of_zeros(nbytes)
+        payload = self._whole_payload(segment)
+        if payload and payload.crc32 is not None and self._copy_whole(payload, file, at):
+            return payload.crc32
+        checksum = 0
+        for data, checksum in self._segment_content(item, segment, at):  # noqa: B007  the last one counts
+            file.write(data, at)
+            at += len(data)
+        return self._stated(segment, checksum)
+
+    def _write_zeros(self, file: OutputFile, start: int, stop: int) -> None:
+        """Zeros from byte `start` to `stop` of the file; what is a hole there reads as zeros already."""
+        done = start
+        for first, end in stored_ranges(file.fd, start, stop):
+            for at in range(first, end, self._tile_bytes):
+                data = self._buffer(at, min(self._tile_bytes, end - at))
+                data[:] = 0
+                file.write(data.data, at)
+                self.counters.copies.touched += len(data)
+                self._tick(at + len(data) - done)
+                done = at + len(data)
+        self._tick(stop - done)
+
+    def _stated(self, segment: Segment, found: int) -> int:
+        """The CRC-32 of a segment's bytes: a whole payload keeps its own, so that unproven damage still shows."""
+        payload = self._whole_payload(segment)
+        return found if payload is None or payload.crc32 is None else payload.crc32
+
+    def _segment_content(
+        self, item: OutputItem, segment: Segment, at: int
+    ) -> Iterator[tuple[memoryview, int]]:
+        """A segment's bytes, to stand from byte `at` on, a tile at a time, each with the CRC-32 of all so far."""
+        total = 0
+        for tile, transfers in _tiles(item, segment, self._tile_bytes):
+            data = self._fill(item, tile, transfers, segment.zeros, at)
+            at += len(data)
+            total = crc.crc32(data, total)
+            self.counters.copies.touched += len(data)
+            yield data, total
+            self._tick(len(data))
+
+    def _whole_payload(self, segment: Segment) -> Payload | None:
+        """The payload that alone makes up a segment, if one does."""
+        if len(segment.transfers) != 1 or segment.zeros:
+            return None
+        (transfer,) = segment.transfers
+        if isinstance(transfer, Computation) or transfer.strategy != VERBATIM:
+            return None
+        return self._source.payload(chunk_of(transfer))
+
+    def _copy_whole(self, payload: Payload, file: OutputFile, at: int) -> bool:
+        """Move a long whole payload without tiles: whether that was done, by the kernel or not.
+
+        One that is to be proven is shared with its source or passes through the processor's cache: once it must be
+        read, nothing is cheaper than to write what was read.
+        """
+        is_small = payload.nbytes < KERNEL_COPY_BYTES
+        if is_small or file.direct is not None or not isinstance(payload.files, LocalFiles):
+            return False
+        if payload.proof is None:
+            self._kernel_copy(payload, payload.files, file, at)
+        elif self._kernel_copy(payload, payload.files, file, at, shared_only=True):
+            self._pass_through(payload, payload.proof)
+        else:
+            self._pass_through(payload, payload.proof, file, at)
+        self.counters.read += payload.nbytes
+        return True
+
+    def _kernel_copy(
+        self, payload: Payload, files: LocalFiles, file: OutputFile, at: int, shared_only: bool = False
+    ) -> bool:
+        """Copy a payload unread; False if it cannot be shared and that was asked for."""
+        with files.descriptor(payload.name) as stored, storage_errors(file.path):
+            source, target = At(stored, payload.offset), At(file.fd, at)
+            if shared_only and not can_share(source, target, min(payload.nbytes, _COPY_STEP_BYTES)):
+                return False
+            for done in range(0, payload.nbytes, _COPY_STEP_BYTES):
+                step = min(_COPY_STEP_BYTES, payload.nbytes - done)
+                copy_range(source.skip(done), target.skip(done), step, self.counters.copies)
+                self._tick(step)
+        return True
+
+    def _pass_through(
+        self, payload: Payload, proof: RecordProof, file: OutputFile | None = None, at: int = 0
+    ) -> None:
+        """Read a payload and prove it, writing what was read from byte `at` of `file` on if one is given."""
+        step = min(_CACHED_BYTES, self._tile_bytes)
+        total = 0
+        for done in range(0, payload.nbytes, step):
+            data = self._room[: min(step, payload.nbytes - done)].data
+            payload.files.read_into(payload.name, payload.offset + done, data)
+            total = crc.crc32(data, total)
+            if file is not None:
+                file.write(data, at + done)
+                self.counters.copies.touched += len(data)
+            self._tick(0 if file is None else len(data))
+        proof.whole(total)
+
+    def _buffer(self, at: int, nbytes: int) -> Array:
+        """Room for at most a tile, as far into a page as byte `at` of a file: what O_DIRECT asks for."""
+        first = at % BLOCK_BYTES
+        return self._room[first : first + nbytes]
+
+    def _fill(
+        self, item: OutputItem, tile: Box, transfers: Sequence[Transfer | Computation], zeros: bool, at: int
+    ) -> memoryview:
+        """The bytes of a tile (relative to the item's start), in the buffer for byte `at` of the file."""
+        data = self._buffer(at, tile.volume * itemsize(item.dtype))
+        if zeros:
+            data[:] = 0
+        out = data.view(raw_dtype(item.dtype)).reshape(tile.size)
+        self._filler.fill(out, item.dtype, tile, transfers, item.key, item.box.start)
+        return data.data
+
+
+def _frame_of(item: OutputItem) -> Frame:
+    """The bytes around the item's payload."""
+    make = bare_frame if item.bare else tensor_frame
+    return make(item.dtype, item.box.size)
+
+
+def _width(transfer: Transfer | Computation) -> int:
+    """Bytes that an element of its result takes, or those of what it is computed from."""
+    width = itemsize(transfer.dtype)
+    if isinstance(transfer, Computation) and transfer.box.volume:
+        inputs = sum(o.box.volume * itemsize(o.dtype) for o in transfer.operands)
+        width = max(width, -(-inputs // transfer.box.volume))
+    return width
+
+
+def _tiles(
+    item: OutputItem, segment: Segment, tile_bytes: int
+) -> Iterator[tuple[Box, Sequence[Transfer | Computation]]]:
+    """Boxes that fit the buffers, in payload order, each with the transfers that meet it."""
+    width = max([itemsize(item.dtype), *map(_width, segment.transfers)])
+    if any(isinstance(t, Computation) for t in segment.transfers):
+        width *= _COMPUTE_COPIES
+    elif any(t.dtype != item.dtype for t in segment.transfers):
+        width *= _CAST_COPIES
+    index = BoxIndex([t.box for t in segment.transfers]) if len(segment.transfers) > 1 else None
+    for tile in row_major_tiles(segment.box, max(1, tile_bytes // width)):
+        if index is None:
+            yield tile, segment.transfers
+        else:
+            yield tile, [segment.transfers[i] for i in index.meeting(tile)]

@@ -1,0 +1,123 @@
+"""Whether an output that is there is what a plan would write: a process may have been killed after it had published.
+
+Then nothing but the output is left to tell what was done, and another source with the same structure would give files
+of the same names and lengths; so all content is compared.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+
+from ckpt_tools.execute.move.source_reader import SourceReader, has_stores, store_ranges
+from ckpt_tools.execute.move.stream import Pump
+from ckpt_tools.execute.output.fileio import storage_errors
+from ckpt_tools.execute.write_job import METADATA, Output, WriteOptions
+from ckpt_tools.formats.dcp.metadata_write import metadata_bytes
+from ckpt_tools.formats.storage.files import Files
+from ckpt_tools.formats.storage.open_files import open_files
+from ckpt_tools.formats.storage.prefetch import Range, reading_ahead
+from ckpt_tools.model.transfers import OutputItem, Plan
+
+
+def has_files(sizes: Mapping[str, int], present: Mapping[str, int | None]) -> bool:
+    """Whether all files of a plan (name -> bytes) are present in full length."""
+    return bool(sizes) and all(present.get(name) == size for name, size in sizes.items())
+
+
+def lengths(folder: Path) -> dict[str, int | None]:
+    """Lengths of the files in a folder, by name; none where there is no folder."""
+    if folder.is_symlink() or not folder.is_dir():
+        return {}
+    with storage_errors(folder):
+        return {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+
+
+def is_written(
+    plan: Plan,
+    output: Output,
+    items: Sequence[OutputItem],
+    source: SourceReader,
+    options: WriteOptions,
+    *,
+    small_parts: bool,
+    tick: Callable[[], None],
+) -> bool:
+    """Whether `items` of a plan lie in the output as they would be written; with `small_parts` all but items too.
+
+    Raises:
+        CorruptCheckpointError: as `Pump.write_item`.
+    """
+    with closing(open_files(str(output.directory))) as there:
+        return (not small_parts or same_small_parts(plan, output, there)) and _same_items(
+            items, there, source, options, tick
+        )
+
+
+def same_small_parts(plan: Plan, output: Output, there: Files) -> bool:
+    """Whether objects, `.metadata` and the files beside the tensors are there as they would be written."""
+    small = dict(output.extra_files)
+    if output.is_dcp:
+        small[METADATA] = metadata_bytes(plan)
+    return all(
+        there.exists(name) and there.size(name) == len(data) and there.read(name, 0, len(data)) == data
+        for name, data in small.items()
+    ) and all(there.read(blob.file, blob.offset, blob.length) == blob.data for blob in plan.blobs)
+
+
+def _same_items(
+    items: Sequence[OutputItem],
+    there: Files,
+    source: SourceReader,
+    options: WriteOptions,
+    tick: Callable[[], None],
+) -> bool:
+    left = iter(items)
+    lock, different = threading.Lock(), threading.Event()
+    memory = options.thread_memory(source.is_remote or has_stores(there))
+
+    def taken() -> Iterator[OutputItem]:
+        while not different.is_set():
+            with lock:
+                item = next(left, None)
+            if item is None:
+                return
+            yield item
+
+    def compare() -> None:
+        pump = Pump(source, memory.tile, lambda _: tick())
+        found = np.empty(memory.tile, np.uint8)
+
+        def reads(item: OutputItem) -> Iterator[Range]:
+            yield from pump.reads(item)
+            yield from store_ranges(there, item.file, item.offset, item.offset + item.length)
+
+        with reading_ahead(taken(), reads, memory.ahead) as mine:
+            for item in mine:
+                if not all(_equal(part, at, item, there, found) for at, part in _placed(item, pump)):
+                    different.set()
+
+    with ThreadPoolExecutor(options.threads) as pool:
+        for thread in [pool.submit(compare) for _ in range(options.threads)]:
+            thread.result()
+    return not different.is_set()
+
+
+def _placed(item: OutputItem, pump: Pump) -> Iterator[tuple[int, bytes | memoryview]]:
+    at = item.offset
+    for part in pump.item_content(item):
+        yield at, part
+        at += len(part)
+
+
+def _equal(part: bytes | memoryview, at: int, item: OutputItem, there: Files, buffer: np.ndarray) -> bool:
+    if len(part) > len(buffer):  # a head
+        return there.read(item.file, at, len(part)) == bytes(part)
+    found = buffer[: len(part)]
+    there.read_into(item.file, at, found.data)
+    return np.array_equal(found, np.frombuffer(part, np.uint8))

@@ -1,0 +1,212 @@
+"""What a conversion has finished, so that a later process can go on from it.
+
+`plan.json` names the plan and the state of the source files; `<worker>.jsonl` gets one line for every item written:
+its number in the plan and its payload's CRC-32. A line cut short by a crash counts as not written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeGuard
+
+from ckpt_tools.errors import CorruptCheckpointError, UsageError
+from ckpt_tools.execute.output.fileio import storage_errors
+from ckpt_tools.execute.output.folders import Folder
+from ckpt_tools.formats.storage.files import Files, LocalFiles, stamp_of
+from ckpt_tools.formats.storage.joined_files import JoinedFiles, by_folder, joined_name
+from ckpt_tools.formats.storage.remote import RemoteFiles
+from ckpt_tools.model.transfers import Plan
+
+_DESCRIBING = (".metadata", "metadata.json", "common.pt", "run_config.yaml", "train_state.pt", "config.json")
+_HEADER = "plan.json"
+_LINES = re.compile(rb"^\[(\d{1,18}),(\d{1,10})\]$", re.MULTILINE)
+_HEADER_BYTES, _JOURNAL_BYTES = 256 << 20, 4 << 30  # a line is written for every item, of millions at most
+
+
+def fingerprint(files: Files, plan: Plan) -> list[list[object]]:
+    """What tells the files that a plan was made of and reads from others; equal as long as nothing changed."""
+    return file_stamps(files, [*plan.source_files, *_describing(files)])
+
+
+def _describing(files: Files) -> list[str]:
+    """The files that are there and say what a checkpoint holds; of joined folders those of each."""
+    if isinstance(files, JoinedFiles):
+        return [joined_name(part, name) for part in files.parts for name in _describing(part)]
+    return [name for name in _DESCRIBING if files.exists(name)]
+
+
+def file_stamps(files: Files, names: Sequence[str]) -> list[list[object]]:
+    """What tells each file from another that is put in its place.
+
+    Of a local file its length, both times in ns and its inode number: whoever puts another file in its place may
+    give it the same length and modification time. Of one in a store its length and version (ETag, generation).
+    """
+    if isinstance(files, JoinedFiles):
+        return [
+            [joined_name(part, str(name)), *stamp]
+            for part, inside in by_folder(files, names)
+            for name, *stamp in file_stamps(part, inside)
+        ]
+    if isinstance(files, RemoteFiles):
+        return [[name, *stamp] for name, stamp in files.stamps(names).items()]
+    rows: list[list[object]] = []
+    for name in names:
+        if isinstance(files, LocalFiles):
+            path = Path(files.location, name)
+            with storage_errors(path):
+                rows.append([name, *stamp_of(path.stat())])
+        else:
+            rows.append([name, files.size(name), None])
+    return rows
+
+
+def is_fingerprint(rows: object) -> TypeGuard[list[list[object]]]:
+    """Whether a value that was read has the form of a fingerprint."""
+    return isinstance(rows, list) and all(
+        isinstance(row, list) and row and isinstance(row[0], str) for row in rows
+    )
+
+
+def check_unchanged(before: list[list[object]], after: list[list[object]], location: str) -> None:
+    """Prove that two fingerprints of the source at `location` are the same.
+
+    Raises:
+        CorruptCheckpointError: a source file is not what it was.
+    """
+    now = {str(row[0]): row for row in after}
+    _refuse_mix([str(row[0]) for row in before if now.pop(str(row[0]), None) != row] + list(now), location)
+
+
+def check_as_opened(files: Files) -> None:
+    """Prove that every local file still is what it was when this process opened it first: also what describes the
+    checkpoint, and was read before anything was planned.
+
+    Raises:
+        CorruptCheckpointError: one is not.
+    """
+    if isinstance(files, JoinedFiles):
+        for part in files.parts:
+            check_as_opened(part)
+    if isinstance(files, LocalFiles):
+        changed = []
+        for name, stamp in list(files.opened.items()):
+            with storage_errors(Path(files.location, name)):
+                try:
+                    is_same = stamp_of(Path(files.location, name).stat()) == stamp
+                except FileNotFoundError:
+                    is_same = False
+            if not is_same:
+                changed.append(name)
+        _refuse_mix(changed, files.location)
+
+
+def _refuse_mix(changed: list[str], location: str) -> None:
+    if changed:
+        raise CorruptCheckpointError(
+            f"{location}: {', '.join(changed[:5])} changed while the conversion ran, so what was read is a mix. "
+            "Stop whatever writes there and convert again with --overwrite."
+        )
+
+
+class Journal:
+    """The journal in `folder`; `append` may be called from any thread."""
+
+    def __init__(self, folder: Path, parent: Callable[[], Folder] | None = None) -> None:
+        self._folder = folder
+        self._parent = parent
+        self._lock = threading.Lock()
+
+    def exists(self) -> bool:
+        try:
+            with self._inside() as folder:
+                return folder.exists(_HEADER)
+        except FileNotFoundError:
+            return False
+
+    @contextmanager
+    def _above(self) -> Iterator[Folder]:
+        if self._parent is not None:
+            yield self._parent()
+            return
+        with Folder.named(self._folder.parent) as folder:
+            yield folder
+
+    def _inside(self) -> Folder:
+        with self._above() as above:
+            return above.enter(self._folder.name)
+
+    def begin(self, plan: Plan, source: list[list[object]]) -> None:
+        """Start a new journal."""
+        with storage_errors(self._folder):
+            header = json.dumps({"digest": plan.digest, "source": source})
+            with self._above() as above, above.make(self._folder.name, 0o700) as folder:
+                folder.write(_HEADER, header.encode(), mode=0o600)
+
+    def resume(self, plan: Plan, source: list[list[object]], location: str) -> None:
+        """Prove that the journal belongs to this plan and these source files.
+
+        Raises:
+            UsageError: it belongs to another plan.
+            CorruptCheckpointError: the source has changed since.
+        """
+        with storage_errors(self._folder), self._inside() as folder:
+            digest, before = _parse_header(folder.read(_HEADER, _HEADER_BYTES), self._folder)
+        if digest != plan.digest:
+            raise UsageError(
+                f"{self._folder.parent} was begun with another plan (other options, source or version). Repeat "
+                "the command with the same options, or start anew with --overwrite."
+            )
+        names = [[row[0] for row in rows] for rows in (before, source)]
+        if names[0] != names[1]:
+            raise CorruptCheckpointError(f"{location}: it no longer has the files the conversion began with")
+        check_unchanged(before, source, location)
+
+    def finished(self) -> dict[int, int]:
+        """Item number -> payload CRC-32 of all items that any worker wrote."""
+        done: dict[int, int] = {}
+        with storage_errors(self._folder), self._inside() as folder:
+            for name in folder.names():
+                if name.endswith(".jsonl"):
+                    found = _LINES.findall(folder.read(name, _JOURNAL_BYTES))
+                    done.update((int(number), int(checksum)) for number, checksum in found)
+        return done
+
+    def open(self, worker: int) -> None:
+        """Begin to append as `worker`, behind what an earlier process may have left."""
+        path = self._folder / f"{worker}.jsonl"
+        with storage_errors(path):
+            with self._inside() as folder:
+                self._fd = folder.open(path.name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            if os.fstat(self._fd).st_size:
+                os.write(self._fd, b"\n")  # ends a line that was cut short
+
+    def append(self, done: Iterable[tuple[int, int]]) -> None:
+        """Note items as written: (number in the plan, payload CRC-32)."""
+        lines = b"".join(b"[%d,%d]\n" % one for one in done)
+        with self._lock, storage_errors(self._folder):
+            while lines:
+                lines = lines[os.write(self._fd, lines) :]
+
+    def close(self) -> None:
+        """Stop appending."""
+        with storage_errors(self._folder):
+            os.close(self._fd)
+
+
+def _parse_header(data: bytes, folder: Path) -> tuple[str, list[list[object]]]:
+    """Digest of the plan and fingerprint of the source, as `begin` wrote them."""
+    try:
+        match json.loads(data):
+            case {"digest": str(digest), "source": rows} if is_fingerprint(rows):
+                return digest, rows
+    except (ValueError, RecursionError):
+        pass
+    raise CorruptCheckpointError(
+        f"{folder / _HEADER} is damaged, so that nobody can say what was begun here. Start anew with --overwrite."
+    )

@@ -1,0 +1,404 @@
+"""An output directory that appears whole or not at all.
+
+Everything is written under `<parent>/.<name>.ckpt_tools-partial/`::
+
+    lock         held while a converter works here
+    journal/     what is finished
+    checkpoint/  the future directory; its `.metadata` comes last
+    publishing   the inode number of `checkpoint/` and its plan, once it is complete
+    replaced/    the old directory, where the file system cannot exchange two names at once
+
+`checkpoint/` is renamed to `<parent>/<name>` when it is complete. A process killed before that leaves the old state
+and a hidden partial directory; the next one cleans up or goes on from it.
+
+The name of the partial directory can be guessed, so somebody may have put something there: a link to a directory, a
+lock that is a link to a file. It is held open as a handle, belongs to this user alone (0700), and what is in it is
+used or removed only if this tool made it (`execute.folders`). Nothing that a link points to is ever touched.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import cached_property
+from pathlib import Path
+
+from ckpt_tools.errors import StorageError
+from ckpt_tools.execute.output.access import Access, access_of, common_access, give_group, make_folder
+from ckpt_tools.execute.output.fileio import preallocate, storage_errors
+from ckpt_tools.execute.output.finished import has_files, lengths
+from ckpt_tools.execute.output.folders import Folder, Foreign, Place, exchange, move, temporary_name
+from ckpt_tools.execute.output.journal import Journal
+from ckpt_tools.execute.output.vacant import (
+    DATA,
+    JOURNAL,
+    LOCK,
+    MARKER,
+    REPLACED,
+    allocated,
+    cannot_be_made,
+    check_final,
+    check_own,
+    check_space,
+    lock_output,
+    not_own,
+    partial_of,
+    stopped,
+)
+from ckpt_tools.execute.write_job import Found
+from ckpt_tools.plan.holes import Hole, hole_bytes
+
+_MARKER_BYTES, _LOCK_BYTES = 1 << 12, 1 << 10
+
+
+class Staging:
+    """The partial directory of one output, for the plan with this digest, these files (name -> bytes) and holes.
+
+    `sources` are the directories that it is made of, and `written` the names of its other files.
+    """
+
+    def __init__(
+        self,
+        final: Path,
+        digest: str,
+        sizes: Mapping[str, int],
+        sources: Sequence[Path] = (),
+        holes: Mapping[str, list[Hole]] | None = None,
+        written: Iterable[str] = (),
+    ) -> None:
+        self.final = final
+        self._digest, self._sizes, self._holes = digest, sizes, holes or {}
+        self.partial = partial_of(final)
+        self.data = self.partial / DATA
+        self.journal = Journal(self.partial / JOURNAL, self.folder)
+        self._parent: Folder | None = None
+        self._folder: Folder | None = None
+        self._lock: int | None = None
+        self._sources, self._written = sources, {*sizes, *written}
+        self.replaced: str | None = None  # what stood there
+        self._made: list[Path] = []  # directories above the output, the outermost first
+
+    @cached_property
+    def _access(self) -> Access:
+        """Who may do what with the output; it looks at many files, so only the rank that makes the output asks."""
+        found = common_access(access_of(source) for source in self._sources)
+        if self.final.is_dir() and not self.final.is_symlink():
+            return access_of(self.final).within(found)
+        return found
+
+    @property
+    def held(self) -> bool:
+        """Whether this process has the output."""
+        return self._lock is not None
+
+    def parent(self) -> Folder:
+        """The directory that the output is made in."""
+        if self._parent is None:
+            with storage_errors(self.final.parent):
+                self._parent = Folder.named(self.final.parent)
+        return self._parent
+
+    def folder(self) -> Folder:
+        """The partial directory; other ranks than the one that made it only enter it."""
+        if self._folder is None:
+            with storage_errors(self.partial):
+                self._folder = self.parent().enter(self.partial.name)
+        return self._folder
+
+    def open_data(self) -> Folder:
+        """The future directory; the caller closes it."""
+        with storage_errors(self.data):
+            return self.folder().enter(DATA)
+
+    def acquire(self, overwrite: bool, resume: bool) -> Found:
+        """Take the output for this process, and say what lies there already.
+
+        Raises:
+            UsageError: the output is in use or not empty, or a stopped conversion lies here and neither `resume`
+                nor `overwrite` says what to do with it, or what lies here is somebody else's.
+        """
+        try:
+            with storage_errors(self.partial):
+                self._make_parent()
+                self._take_lock()
+                return self._examine(overwrite, resume)
+        except BaseException:
+            if self.held and self.folder().names() == [LOCK]:
+                self.discard()  # nothing but what this process put there
+            self.release()
+            self._unmake_parents()
+            raise
+
+    def _make_parent(self) -> None:
+        missing = []
+        for folder in (self.final.parent, *self.final.parent.parents):
+            if folder.is_dir():
+                break
+            missing.append(folder)
+        try:
+            for folder in reversed(missing):
+                with Folder.named(folder.parent) as above, suppress(FileExistsError):
+                    make_folder(above, folder.name, self._access).close()
+                    self._made.append(folder)
+            self.parent()
+        except (Foreign, StorageError, FileExistsError, NotADirectoryError):
+            if self.final.parent.is_dir():
+                raise
+            raise cannot_be_made(self.final.parent) from None
+
+    def _examine(self, overwrite: bool, resume: bool) -> Found:
+        self._undo_half_replacement()
+        if resume and self._is_published():
+            return "published"
+        if resume and not self.journal.exists() and has_files(self._sizes, lengths(self.final)):
+            return "finished"
+        return self.begin(overwrite, resume)
+
+    def begin(self, overwrite: bool, resume: bool) -> Found:
+        """Make room for a new beginning, or find what can be gone on from.
+
+        Raises:
+            UsageError: the output is not empty, or a stopped conversion lies here; see `acquire`.
+        """
+        self._check_final(overwrite)
+        if resume and self.journal.exists() and self._has_own_data():
+            return "unfinished"
+        if self.journal.exists() and not (overwrite or resume):
+            raise stopped(self.partial)
+        folder = self.folder()
+        folder.remove(MARKER)  # before the rest: it must not vouch for what is written next
+        self._clear()
+        make_folder(folder, DATA, self._access).close()
+        return "nothing"
+
+    def _check_final(self, overwrite: bool) -> None:
+        self.replaced = check_final(self.parent(), self.final, overwrite, self._written, self._sources)
+
+    def _has_own_data(self) -> bool:
+        """Whether `checkpoint/` is there and is not what an exchange left in its place."""
+        status = self.folder().status(DATA)
+        if status is None:
+            return False
+        marker = self._read_marker()
+        return marker is None or marker == self._mark(status)
+
+    def _mark(self, folder: os.stat_result) -> bytes:
+        return f"{folder.st_ino} {self._digest}".encode()
+
+    def _read_marker(self) -> bytes | None:
+        try:
+            return self.folder().read(MARKER, _MARKER_BYTES)
+        except FileNotFoundError:
+            return None
+
+    def _is_published(self) -> bool:
+        """Whether an earlier process was stopped after it had put the output in place."""
+        marker, final = self._read_marker(), self.parent().status(self.final.name)
+        if marker is None or final is None or marker != self._mark(final):
+            return False
+        with self.parent().enter(self.final.name) as folder:  # inode numbers are used again: the sizes tell
+            found = {name: folder.status(name) for name in self._sizes}
+        return all(s is not None and s.st_size == self._sizes[name] for name, s in found.items())
+
+    def _take_lock(self) -> None:
+        """Lock the partial directory, which a finishing converter may be removing right now."""
+        while self._lock is None:
+            fd = self._open_lock()
+            if fd is None:
+                continue
+            try:
+                self._lock_file(fd)
+                if self._is_there(fd):
+                    os.ftruncate(fd, 0)
+                    os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+                    self._lock = fd
+            finally:
+                if self._lock is None:
+                    os.close(fd)
+
+    def _open_lock(self) -> int | None:
+        """The lock file of the partial directory, both made if need be; None when it went away meanwhile."""
+        self._forget_folder()
+        with suppress(FileExistsError):
+            self.parent().make(self.partial.name, 0o700).close()
+        try:
+            folder = self.folder()
+            with suppress(OSError):  # some file systems keep no permissions
+                os.fchmod(folder.fd, stat.S_IMODE(os.fstat(folder.fd).st_mode) & ~0o077)
+            check_own(folder)
+            fd = folder.open(LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        except (FileNotFoundError, StorageError) as error:
+            if isinstance(error.__cause__ or error, FileNotFoundError):
+                return None
+            raise
+        written = os.pread(fd, _LOCK_BYTES, 0)
+        if written and not written.startswith(b"process "):
+            os.close(fd)
+            raise not_own(folder, LOCK)
+        return fd
+
+    def _is_there(self, lock: int) -> bool:
+        """Whether the lock is still the one in the directory, and the directory the one in its parent."""
+        places = [
+            (lock, self.folder().status(LOCK)),
+            (self.folder().fd, self.parent().status(self.partial.name)),
+        ]
+        return all(status is not None and os.path.samestat(os.fstat(fd), status) for fd, status in places)
+
+    def _lock_file(self, fd: int) -> None:
+        try:
+            lock_output(fd, self.final)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                raise  # these three: a file system without locks, where only the name guards the output
+
+    def _undo_half_replacement(self) -> None:
+        """Put the old directory back if a process was killed between the two renames of `publish`."""
+        old = self.folder().status(REPLACED)
+        if old and stat.S_ISDIR(old.st_mode) and not self.parent().exists(self.final.name):
+            move(Place(self.folder(), REPLACED), self._final)
+
+    @property
+    def _final(self) -> Place:
+        return Place(self.parent(), self.final.name)
+
+    def _clear(self) -> None:
+        for name in self.folder().names():
+            if name not in (LOCK, MARKER):
+                self.folder().remove(name)
+
+    def create_files(self) -> None:
+        """Make the data files in their full length; those that exist keep their content.
+
+        Raises:
+            StorageError: the disk has not enough space.
+        """
+        with self.open_data() as data:
+            with storage_errors(self.data):
+                present = allocated(data)
+            check_space(
+                self.folder(), self.final, sum(self._sizes.values()) - hole_bytes(self._holes) - present
+            )
+            for name, size in self._sizes.items():
+                with storage_errors(self.data / name):
+                    fd = data.open(name, os.O_RDWR | os.O_CREAT, self._access.file)
+                    try:
+                        self._give_to_group(fd, data)
+                        preallocate(fd, size, self._holes.get(name, ()))
+                    finally:
+                        os.close(fd)
+
+    def _give_to_group(self, fd: int, folder: Folder) -> None:
+        """A file's group is its directory's, as far as the access of the output says so."""
+        if self._access.group is not None:
+            give_group(fd, os.fstat(folder.fd).st_gid)
+
+    def _group_in(self, folder: Folder) -> int | None:
+        """The group of a new file in a directory that was there before; one with setgid hands down its own."""
+        status = os.fstat(folder.fd)
+        return status.st_gid if status.st_mode & stat.S_ISGID else self._access.group
+
+    def write_file(self, name: str, content: bytes, sync: bool) -> None:
+        """A small file of the future directory, or of a folder in it."""
+        inside, _, name = name.rpartition("/")
+        with ExitStack() as stack:
+            stack.enter_context(storage_errors(self.data / inside / name))
+            folder = stack.enter_context(self.open_data())
+            if inside:
+                with suppress(FileExistsError):
+                    make_folder(folder, inside, self._access).close()
+                folder = stack.enter_context(folder.enter(inside))
+            fd = folder.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, self._access.file)
+            with os.fdopen(fd, "wb") as file:
+                self._give_to_group(fd, folder)
+                file.write(content)
+                if sync:
+                    file.flush()
+                    os.fsync(fd)
+            if sync and inside:
+                folder.sync()
+
+    def write_beside(self, name: str, content: bytes) -> None:
+        """Replace a file in the output's parent; a reader sees the old or the new content, never a part."""
+        folder, parent = self.folder(), self.parent()
+        with storage_errors(parent.path / name):
+            old = parent.status(name)
+            is_file = old is not None and stat.S_ISREG(old.st_mode)
+            temporary = temporary_name()
+            folder.write(
+                temporary, content, True, old.st_mode & 0o777 if old and is_file else self._access.file
+            )
+            group = old.st_gid if old and is_file else self._group_in(parent)
+            if group is not None:
+                fd = folder.open(temporary, os.O_RDONLY)
+                try:
+                    give_group(fd, group)
+                finally:
+                    os.close(fd)
+            os.replace(temporary, name, src_dir_fd=folder.fd, dst_dir_fd=parent.fd)
+            parent.sync()
+
+    def publish(self, sync: bool, overwrite: bool) -> None:
+        """Rename the finished directory into place. `discard` then removes what it replaced.
+
+        Raises:
+            StorageError: among others, when files have appeared in the output without `overwrite`.
+            UsageError: what has appeared there is not to be replaced.
+        """
+        folder = self.folder()
+        data, final = Place(folder, DATA), self._final
+        if overwrite:
+            self._check_final(overwrite)
+        with storage_errors(self.final):
+            with self.open_data() as opened:
+                if sync:
+                    opened.sync()
+                folder.write(MARKER, self._mark(os.fstat(opened.fd)))
+            if not (overwrite and self.parent().exists(self.final.name)):
+                move(data, final)  # refused unless it is absent or empty
+            elif not exchange(data, final):
+                move(final, Place(folder, REPLACED))
+                move(data, final)
+            if sync:
+                self.parent().sync()
+
+    def discard(self) -> None:
+        """Remove the partial directory and everything in it; the marker last, as it says that all is well."""
+        with storage_errors(self.partial):
+            self._clear()
+            self.folder().remove(MARKER)
+            self.folder().remove(LOCK)
+            if self._is_named():
+                with suppress(OSError):  # another converter may have begun here already
+                    os.rmdir(self.partial.name, dir_fd=self.parent().fd)
+        self.release()
+        self._unmake_parents()
+
+    def _unmake_parents(self) -> None:
+        """Remove what was made above an output that is not there; what has something in it stays."""
+        with suppress(OSError):
+            while self._made:
+                self._made.pop().rmdir()
+
+    def _is_named(self) -> bool:
+        status = self.parent().status(self.partial.name)
+        return status is not None and os.path.samestat(os.fstat(self.folder().fd), status)
+
+    def release(self) -> None:
+        """Let others take the output; what is in the partial directory stays."""
+        if self._lock is not None:
+            with suppress(OSError):
+                os.close(self._lock)
+            self._lock = None
+        self._forget_folder()
+        if self._parent is not None:
+            self._parent.close()
+            self._parent = None
+
+    def _forget_folder(self) -> None:
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None

@@ -1,0 +1,335 @@
+"""Several processes of one machine that carry out one plan, without torch and without a launcher.
+
+Threads of one Python process hold each other up long before a machine's memory does, so a large conversion is shared
+by processes. They are forked from the one that has made the plan, before it starts a thread: a worker costs some
+milliseconds, and the plan is not made again. What they agree upon goes through a pipe to the first of them:
+
+    first process (rank 0)                         worker i (rank i)
+    asks every pipe for the outcome of a step      sends its outcome of a step
+    tells all outcomes to all                      waits for them
+    `check` looks for early failures, tells "stop" `check` looks for "stop"
+
+A process that was killed closes its pipe, so that nobody waits for it. One that is stopped (SIGSTOP, a debugger)
+keeps the others waiting for a minute, then it is killed. Where the system starts fewer processes than would help,
+those that there are do the work, unless a number was asked for.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ckpt_tools.cores import usable_cores
+from ckpt_tools.errors import CkptError, StorageError, UsageError
+from ckpt_tools.execute.processes.ranks import (
+    PeerFailedError,
+    Ranks,
+    ToldError,
+    all_problems,
+    error_called,
+    go_on,
+    told_error,
+)
+from ckpt_tools.execute.write_job import WriteOptions
+from ckpt_tools.formats.storage.io_pool import connections_of, rest
+from ckpt_tools.formats.storage.object_store import S3
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+T = TypeVar("T")
+
+_WORTH_BYTES = 256 << 20  # a worker's least share: moving less takes no longer than forking and agreeing
+MOST_BY_DEFAULT = 16  # beyond, one machine's memory is busy (measured on 16 and 32 cores)
+_WATCH_SECONDS = 0.1
+_STOPPED_LOOKS = (
+    600  # of `_WATCH_SECONDS`, by own looks and not by the clock: who was suspended with it waits anew
+)
+_STOP = "stop"
+
+
+def default_workers(nbytes: int, options: WriteOptions, cores: int) -> int:
+    """How many processes move `nbytes` fastest on so many cores, with room for buffers of a MiB in each thread."""
+    most = min(cores // options.threads, MOST_BY_DEFAULT, nbytes // _WORTH_BYTES)
+    if options.memory_bytes is not None:
+        most = min(most, options.memory_bytes // (3 * options.threads << 20))
+    return max(1, most)
+
+
+@contextmanager
+def shared_out(
+    nbytes: int, options: WriteOptions, ranks: Ranks, output: Path | str | None = None
+) -> Iterator[tuple[Ranks, WriteOptions]]:
+    """The ranks that move `nbytes`, and the options of each: this process alone, a launcher's, or forked workers.
+
+    Raises:
+        UsageError: workers are asked for where a launcher has made the ranks, where nothing can be forked, or for an
+            `output` (a URL) whose driver works in one process.
+        StorageError: the system starts fewer than are asked for.
+    """
+    workers = options.workers
+    scheme = output.partition("://")[0].lower() if isinstance(output, str) else ""
+    in_one = scheme not in ("", *S3)
+    if workers is None:
+        alone = ranks.world == 1 and not in_one and is_alone()
+        workers = default_workers(nbytes, options, usable_cores()) if alone else 1
+    elif workers > 1 and ranks.world > 1:
+        raise UsageError(f"--workers {workers}: the launcher has started {ranks.world} processes already")
+    elif workers > 1 and in_one:
+        raise UsageError(
+            f"--workers {workers}: the driver of {scheme}:// works in one process. Leave --workers out, or start "
+            "several processes with a launcher"
+        )
+    elif workers > 1 and not can_fork():
+        raise UsageError(
+            f"--workers {workers}: other threads run in this process, which cannot be forked then (drivers of stores "
+            "other than s3:// keep some). Leave --workers out"
+        )
+    if workers == 1:
+        yield ranks, replace(options, workers=1)
+        return
+    with (
+        forked(workers, fewer_will_do=options.workers is None) as workers_ranks,
+        connections_of(workers_ranks.world),
+    ):
+        yield workers_ranks, replace(options, workers=workers_ranks.world)
+
+
+def can_fork() -> bool:
+    """Whether no other Python thread runs: a fork copies none of them, but the locks they hold.
+
+    Those that wait for stores are ended for it.
+    """
+    rest()
+    return threading.current_thread() is threading.main_thread() and threading.active_count() == 1
+
+
+def is_alone() -> bool:
+    """Whether no thread of a C library runs either: who asks for workers may know that it outlives a fork."""
+    return can_fork() and len(os.listdir("/proc/self/task")) == 1
+
+
+@contextmanager
+def forked(workers: int, fewer_will_do: bool = False) -> Iterator[WorkerRanks]:
+    """Run the block in this process and in `workers` - 1 copies of it; only this one leaves it.
+
+    Whatever ends the block here ends it in the copies: they meet a closed pipe.
+
+    Raises:
+        StorageError: the system makes fewer copies, which will not do.
+    """
+    processes: list[int] = []
+    with ExitStack() as pipes:
+        try:
+            ranks = _fork(workers, processes, pipes, fewer_will_do)
+            if ranks.rank:
+                with suppress(BaseException):  # told to rank 0 by `together`, or met there as a closed pipe
+                    ranks.wait_for_all()
+                    yield ranks
+                os._exit(0)
+            ranks.wait_for_all()
+            yield ranks
+        finally:
+            pipes.close()
+            for pid in processes:
+                with suppress(ChildProcessError):  # reaped by somebody's SIGCHLD handler
+                    os.waitpid(pid, 0)
+
+
+def _fork(workers: int, processes: list[int], pipes: ExitStack, fewer_will_do: bool) -> WorkerRanks:
+    """The ranks as seen by the process that returns: rank 0 for the caller, another one for each copy.
+
+    Raises:
+        StorageError: see `forked`.
+    """
+    from multiprocessing.connection import Pipe  # 5 ms, and most that is small needs no other process
+
+    lines: list[Connection] = []
+    gc.freeze()  # what is there stays shared: a collection, in a copy for all its life, would touch every page
+    for rank in range(1, workers):
+        ours, theirs = Pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: `can_fork` has looked
+            try:
+                pid = os.fork()
+            except OSError as error:  # of processes or of memory there are no more
+                gc.unfreeze()
+                if fewer_will_do:
+                    theirs.close()
+                    ours.close()
+                    return WorkerRanks(0, rank, lines, processes)
+                raise StorageError(
+                    f"--workers {workers}: the system starts no more than {rank} processes ({error.strerror}). Ask "
+                    "for fewer, or see `ulimit -u` and the control group's pids.max"
+                ) from error
+        if pid == 0:
+            for line in (*lines, ours):  # or nobody would notice that rank 0 has closed them
+                line.close()
+            return WorkerRanks(rank, 0, [theirs], [])  # of how many is told when all are there
+        theirs.close()
+        lines.append(pipes.enter_context(ours))
+        processes.append(pid)
+    gc.unfreeze()
+    return WorkerRanks(0, workers, lines, processes)
+
+
+class WorkerRanks(Ranks):
+    """As `Ranks`, for one of several forked processes. Results of steps are pickled."""
+
+    def __init__(self, rank: int, world: int, lines: list[Connection], processes: list[int]) -> None:
+        self.rank, self.world, self.processes = rank, world, processes
+        self.watch: Callable[[], None] = go_on
+        self._lines = lines  # of rank 0: to every worker; of a worker: to rank 0
+        self._outcomes: dict[int, Any] = {}  # of rank 0: what has come of this step, by rank
+        self._stopped: dict[int, int] = {}  # of rank 0: for how many looks each was found to stand still
+        self._polled = time.monotonic()
+        self._lock = threading.Lock()
+
+    def wait_for_all(self) -> None:
+        """Begin together, when it is known of how many: called once by every rank."""
+        if self.rank:
+            self.world = self._lines[0].recv()
+        else:
+            self._send(self.world)
+
+    def together(self, step: Callable[[], T]) -> list[T]:
+        """As `Ranks.together`."""
+        return self._agree(step, all_need_it=True)
+
+    def gather(self, step: Callable[[], T]) -> list[T]:
+        """As `Ranks.gather`."""
+        return self._agree(step, all_need_it=False)
+
+    def _agree(self, step: Callable[[], T], all_need_it: bool) -> list[T]:
+        own = self._outcome_of(step)
+        outcomes = self._tell(own) if self.rank else self._collect(own, all_need_it)
+        failed = [outcome["error"] for outcome in outcomes if outcome.get("error")]
+        if failed:
+            raise _error_of(failed)
+        return [outcome["result"] for outcome in outcomes]
+
+    def check(self) -> None:
+        """As `Ranks.check`; looks at the pipes a few times a second."""
+        self.watch()
+        with self._lock:
+            if time.monotonic() - self._polled < _WATCH_SECONDS:
+                return
+            self._polled = time.monotonic()
+            if self.rank:
+                has_failed = self._lines[0].poll()  # "stop", or its end: nothing else is sent during a step
+            else:
+                self._receive(0)
+                has_failed = any("error" in outcome for outcome in self._outcomes.values())
+            if has_failed:
+                raise PeerFailedError
+
+    @staticmethod
+    def _outcome_of(step: Callable[[], T]) -> dict[str, Any]:
+        try:
+            return {"result": step()}
+        except PeerFailedError:
+            return {"error": None}
+        except (CkptError, KeyboardInterrupt) as error:
+            return {"error": told_error(error)}
+        except BaseException:  # a defect: rank 0 shows where
+            return {"error": ["", traceback.format_exc(), []]}
+
+    def _tell(self, own: Mapping[str, Any]) -> list[Any]:
+        """A worker's part of the end of a step: the outcomes of all."""
+        line = self._lines[0]
+        line.send(own)
+        while (told := line.recv()) == _STOP:
+            pass
+        outcomes: list[Any] = told
+        return outcomes
+
+    def _collect(self, own: dict[str, Any], all_need_it: bool) -> list[Any]:
+        """Rank 0's part of the end of a step: wait for all, stop the others when one has failed, tell all.
+
+        Of a step that went well and whose results nobody else needs, only that it did.
+        """
+        self._outcomes[0] = own
+        has_told = False
+        while True:
+            if not has_told and any("error" in outcome for outcome in self._outcomes.values()):
+                self._send(_STOP)
+                has_told = True
+            if len(self._outcomes) == self.world:
+                break
+            self._receive(_WATCH_SECONDS)
+            self._end_stopped()
+            try:
+                self.watch()
+            except CkptError as error:
+                self._outcomes[0] = {"error": told_error(error)}
+        outcomes = [self._outcomes[rank] for rank in range(self.world)]
+        self._send(outcomes if all_need_it or has_told else [])
+        self._outcomes = {}
+        return outcomes
+
+    def _send(self, message: object) -> None:
+        """The same to every worker, so it is pickled once."""
+        data = pickle.dumps(message)
+        for line in self._lines:
+            with suppress(OSError):  # a worker that is gone has its outcome already
+                line.send_bytes(data)
+
+    def _receive(self, seconds: float) -> None:
+        """What has come from workers, waiting at most so long for it."""
+        from multiprocessing.connection import wait
+
+        asked = {rank: line for rank, line in enumerate(self._lines, 1) if rank not in self._outcomes}
+        ready = wait(list(asked.values()), seconds)
+        for rank, line in asked.items():
+            if line not in ready:
+                continue
+            try:
+                self._outcomes[rank] = line.recv()
+            except (EOFError, OSError):
+                self._outcomes[rank] = {"error": ["StorageError", self._end_of(rank), []]}
+
+    def _end_stopped(self) -> None:
+        """End the workers that have been standing still for a while: everybody waits for them."""
+        for rank, pid in enumerate(self.processes, 1):
+            is_waited_for = rank not in self._outcomes and _is_stopped(pid)
+            self._stopped[rank] = self._stopped.get(rank, 0) + 1 if is_waited_for else 0
+            if self._stopped[rank] == _STOPPED_LOOKS:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)  # which closes its pipe
+
+    def _end_of(self, rank: int) -> str:
+        why = "it was killed, perhaps as memory ran out"
+        if self._stopped.get(rank, 0) >= _STOPPED_LOOKS:
+            why = f"it was stopped (SIGSTOP) for {_STOPPED_LOOKS * _WATCH_SECONDS:.0f} s, and killed then"
+        return (
+            f"worker {rank} (process {self.processes[rank - 1]}) has ended early: {why}. Nothing was published. "
+            "Try again with fewer --workers; a command that has --resume goes on from here with it."
+        )
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process stands still until it is told to go on (SIGSTOP, Ctrl-Z, a debugger)."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False
+
+
+def _error_of(failed: list[ToldError]) -> Exception:
+    """One error with the messages and the problems of all workers, each once; Ctrl-C reaches all of them."""
+    kinds = [kind for kind, _, _ in failed]
+    text = "\n".join(dict.fromkeys(message for _, message, _ in failed))
+    if "" in kinds:
+        return RuntimeError(f"in a worker:\n{text}")
+    kind = "KeyboardInterrupt" if "KeyboardInterrupt" in kinds else kinds[0]
+    return error_called(kind, text, all_problems(failed))

@@ -1,0 +1,388 @@
+"""Proof that fp32 masters belong to the stored weights: rounded to the weights' type they are equal bit for bit.
+
+Of two bf16 weights that are as near, either may be stored.
+
+Weights that are held in FP8 (`fp8_weights`) are one more rounding away; a tensor that does not round is looked at
+again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, dataclass, replace
+from itertools import chain, zip_longest
+from typing import TypeAlias
+
+import numpy as np
+
+from ckpt_tools.errors import (
+    NEVER_FINDINGS,
+    CkptError,
+    UnsupportedCheckpointError,
+    VerificationError,
+    list_problems,
+)
+from ckpt_tools.execute.move.read_box import BoxReader
+from ckpt_tools.execute.processes.ranks import Ranks
+from ckpt_tools.execute.processes.spread import by_threads, even_shares
+from ckpt_tools.execute.processes.workers import shared_out
+from ckpt_tools.execute.proof.compare_blocks import Seen, in_step
+from ckpt_tools.execute.proof.fp8_masters import HALF_TYPES, Fp8Comparison, describe_element
+from ckpt_tools.execute.proof.rounding import unlike
+from ckpt_tools.execute.write_job import WriteOptions
+from ckpt_tools.formats.storage.files import Files
+from ckpt_tools.formats.storage.prefetch import Range
+from ckpt_tools.model.box import Box, full_box
+from ckpt_tools.model.catalog import Catalog, Item
+from ckpt_tools.model.choices import CheckLevel
+from ckpt_tools.model.dtypes import itemsize
+from ckpt_tools.model.kernels.casts import Array, numpy_dtype
+from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.transfers import Transfer
+from ckpt_tools.plan.byte_runs import row_major_tiles
+from ckpt_tools.plan.overlap import ChunkFinder, TargetReader
+from ckpt_tools.plan.strategy import transfers_into
+
+_TILE_ELEMS = 1 << 18  # compared at a time: what a comparison holds of them stays in the cache
+_PART_ELEMS = 1 << 22  # compared by one thread in a row
+_SAMPLE_ELEMS = 4096  # per sampled place
+_SAMPLE_PLACES = 4
+_REMAINDERS = ": all are whole numbers of 16 bits"
+
+
+@dataclass(frozen=True, slots=True)
+class MastersReport:
+    """What was compared. Weights held in FP8 are counted among `tensors`, those that no scale explains apart too."""
+
+    tensors: int = 0
+    elements: int = 0
+    elements_in_all: int = 0
+    fp8: int = 0
+    fp8_by_position: int = 0
+
+
+def check_masters(
+    files: Files,
+    catalog: Catalog,
+    targets: Sequence[TargetTensor],
+    level: CheckLevel,
+    tick: Callable[[], None] = lambda: None,
+    threads: int = 1,
+    fp8_recipe: str | None = None,
+    advice: str | None = None,
+) -> MastersReport:
+    """Compare the masters among `targets` with the weights they must round to.
+
+    Args:
+        level: `sample` (a few rows of every tensor), `all` or `none`.
+        tick: called often, by any thread; may raise to stop.
+        fp8_recipe: what the writer's linear layers may be held in FP8 by (`ModelSettings.fp8_recipe`).
+        advice: what else can be done when some do not round.
+
+    Raises:
+        VerificationError: some elements differ; every tensor concerned is named with its first such element.
+        UnsupportedCheckpointError: the masters are int16 remainders, stored as numbers.
+    """
+    report, problems = compare_masters(files, catalog, targets, level, tick, threads, fp8_recipe)
+    refuse_masters(problems, advice)
+    return report
+
+
+def refuse_masters(problems: Sequence[str], advice: str | None = None) -> None:
+    """Nothing, where `compare_masters` has found no problem. Raises as `check_masters`."""
+    if not problems:
+        return
+    advice = advice or "With --weights-only the stored weights are converted, without an optimizer."
+    if all(line.endswith(_REMAINDERS) for line in problems):
+        raise UnsupportedCheckpointError(
+            f"in place of {len(problems)} masters the optimizer holds their lower halves, as the precision-aware "
+            f"optimizer stores them (int16 remainders); they are joined with the weights where the args say "
+            f"--use-precision-aware-optimizer, which these do not.\n{advice}"
+        )
+    raise VerificationError(
+        f"the master weights of {len(problems)} tensors do not round to the stored weights:\n"
+        f"{list_problems(problems)}\nEither the checkpoint is damaged or its masters belong to another step. "
+        f"{advice}",
+        problems,
+    )
+
+
+def describe_masters(report: MastersReport, level: CheckLevel) -> str:
+    """What was compared and how, in words."""
+    if not report.tensors:
+        return "the source has none"
+    rounds = (
+        f"{report.elements:,} elements of {report.tensors:,} masters round to the stored weights ({level})"
+    )
+    if not report.fp8:
+        return rounds
+    if not report.fp8_by_position:
+        how = ": a scale of the E4M3 format explains every element"
+    else:
+        how = f", {report.fp8_by_position:,} proven by position only: no one scale explains every element"
+    return f"{rounds}; {report.fp8:,} of the weights are held in FP8{how}"
+
+
+def compare_masters(
+    files: Files,
+    catalog: Catalog,
+    targets: Sequence[TargetTensor],
+    level: CheckLevel,
+    tick: Callable[[], None] = lambda: None,
+    threads: int = 1,
+    fp8_recipe: str | None = None,
+) -> tuple[MastersReport, list[str]]:
+    """As `check_masters`, with a line per tensor that does not round instead of an error."""
+    wanted = [t for t in targets if t.must_round_to] if level != "none" else []
+    reader = BoxReader(files, catalog)
+
+    def boxes(whole: Box) -> Iterator[Box]:
+        for box in sample_boxes(whole) if level == "sample" else row_major_tiles(whole, _TILE_ELEMS):
+            tick()
+            yield box
+
+    try:
+        comparisons = [_comparison(reader, target) for target in wanted]
+        elements, first = _compare_plainly(comparisons, level, boxes, threads, reader.is_remote, tick)
+        with ThreadPoolExecutor(threads) as pool:  # an error ends `map`, which calls off what has not begun
+            proven = _compare_as_fp8(first, level, boxes, pool, fp8_recipe) if fp8_recipe else {}
+    finally:
+        reader.close()
+    elements.update({c: found.elements for c, found in proven.items()})
+    report = MastersReport(
+        tensors=len(wanted),
+        elements=sum(elements.values()),
+        elements_in_all=sum(math.prod(t.shape) for t in wanted),
+        fp8=len(proven),
+        fp8_by_position=sum(not found.is_exact for found in proven.values()),
+    )
+    return report, list(first.values())
+
+
+def compare_all_masters(
+    files: Files,
+    catalog: Catalog,
+    targets: Sequence[TargetTensor],
+    threads: int,
+    workers: int | None = None,
+    fp8_recipe: str | None = None,
+    rounded: Set[tuple[Item, Item]] = frozenset(),
+) -> tuple[MastersReport, list[str]]:
+    """`compare_masters` of every element, shared by as many workers as help; called where none are.
+
+    `rounded` are pairs of items, element by element alike, of which every master is known to round to its weight:
+    what they make up is not read again.
+    """
+    left, known = list[TargetTensor](), 0
+    for target in targets:
+        if rounded and _is_made_of(catalog, target, rounded):
+            known += math.prod(target.shape)
+        else:
+            left.append(target)
+    report = MastersReport(len(targets) - len(left), known, known)
+    if not left:
+        return report, []
+    nbytes = sum(map(_bytes_of, left))
+    with shared_out(nbytes, WriteOptions(threads=threads, workers=workers), Ranks()) as (ranks, _):
+        mine = share_of(left, "all", ranks)
+
+        def compare() -> tuple[MastersReport, list[str]] | None:
+            try:
+                return compare_masters(files, catalog, mine, "all", ranks.check, threads, fp8_recipe)
+            except NEVER_FINDINGS:
+                raise
+            except CkptError:
+                if ranks.world == 1:
+                    raise
+                return None
+
+        shares = [share for share in ranks.gather(compare) if share is not None]
+        is_whole = len(shares) == ranks.world
+    if not is_whole:  # which tensor is named shall not depend on who has met which first
+        shares = [compare_masters(files, catalog, left, "all", threads=threads, fp8_recipe=fp8_recipe)]
+    lines = in_order(targets, chain.from_iterable(lines for _, lines in shares))
+    return sum_up([report, *(report for report, _ in shares)]), lines
+
+
+def in_order(targets: Sequence[TargetTensor], lines: Iterable[str]) -> list[str]:
+    """Lines of `compare_masters` in the order of their targets, whoever has compared them."""
+    numbers = {target.key: number for number, target in enumerate(targets)}
+    return sorted(lines, key=lambda line: numbers.get(line.partition("[")[0], len(numbers)))
+
+
+def _is_made_of(catalog: Catalog, target: TargetTensor, rounded: Set[tuple[Item, Item]]) -> bool:
+    """Whether every master lies in an item of a pair where its weight lies in the other; not if nobody knows."""
+    assert target.must_round_dtype is not None  # given with must_round_to
+    weights = replace(target, dtype=target.must_round_dtype, sources=target.must_round_to)
+    box, finder = full_box(target.shape), ChunkFinder(catalog)
+    try:
+        sides = [transfers_into(TargetReader(finder, tensor), box) for tensor in (target, weights)]
+    except CkptError:  # told by who compares them
+        return False
+    return sum(one.box.volume for one in sides[0]) == box.volume and all(
+        isinstance(master, Transfer)
+        and isinstance(weight, Transfer)
+        and (master.item, weight.item) in rounded
+        and (master.piece, master.shape) == (weight.piece, weight.shape)
+        and weight.dtype == target.must_round_dtype
+        for master, weight in zip_longest(*sides)
+    )
+
+
+def share_of(targets: Sequence[TargetTensor], level: CheckLevel, ranks: Ranks) -> list[TargetTensor]:
+    """The targets that this rank compares: as many as any other's, or with every element as many bytes."""
+    sizes = [_bytes_of(target) if level == "all" else 1 for target in targets]
+    return [targets[number] for number in even_shares(sizes, ranks.world)[ranks.rank]]
+
+
+def _bytes_of(target: TargetTensor) -> int:
+    """Of the masters and their weights."""
+    return math.prod(target.shape) * (itemsize(target.dtype) + 2)
+
+
+def sum_up(reports: Iterable[MastersReport]) -> MastersReport:
+    """What several processes have compared, each its share of the tensors."""
+    return MastersReport(*map(sum, zip(*map(astuple, reports), strict=True)))
+
+
+_Boxes: TypeAlias = Callable[[Box], Iterator[Box]]
+
+
+def _compare_plainly(
+    comparisons: Sequence[_Comparison],
+    level: CheckLevel,
+    boxes: _Boxes,
+    threads: int,
+    is_remote: bool,
+    tick: Callable[[], None],
+) -> tuple[dict[_Comparison, int], dict[_Comparison, str]]:
+    """Elements compared of every tensor, and the first difference of each that has one."""
+
+    def compare(part: tuple[_Comparison, Box]) -> tuple[int, str | None]:
+        elements = 0
+        # A store's reads are told in the order of `boxes`, and wait for the network in any case.
+        if level == "all" and not is_remote and part[0].rounds_in_step(part[1], tick):
+            return part[1].volume, None
+        for box in boxes(part[1]):
+            elements += box.volume
+            problem = part[0].difference(box)
+            if problem is not None:
+                return elements, problem
+        return elements, None
+
+    def reads(part: tuple[_Comparison, Box]) -> Iterator[Range]:
+        return chain.from_iterable(part[0].reads(box) for box in boxes(part[1]))
+
+    parts = [(c, box) for c in comparisons for box in _parts(c, level)]
+    ahead = WriteOptions(threads=threads).thread_memory(reads_store=is_remote).ahead
+    compared = by_threads(compare, parts, threads, reads, ahead)
+    elements = dict.fromkeys(comparisons, 0)
+    first: dict[_Comparison, str] = {}
+    for (comparison, _), (count, problem) in zip(parts, compared, strict=True):
+        elements[comparison] += count
+        if problem is not None:
+            first.setdefault(comparison, problem)
+    return elements, first
+
+
+def _compare_as_fp8(
+    first: dict[_Comparison, str], level: CheckLevel, boxes: _Boxes, pool: ThreadPoolExecutor, recipe: str
+) -> dict[_Comparison, Fp8Comparison]:
+    """The tensors of `first` again, as weights held in FP8: those that are proven leave it and are returned."""
+    found = {
+        c: Fp8Comparison(c.target, c.dtype, c.masters, c.weights, c.transfers, recipe)
+        for c in first
+        if c.can_be_fp8
+    }
+    parts = [(c, box) for c in found for box in _parts(c, level)]
+    list(pool.map(lambda part: found[part[0]].collect(boxes(part[1])), parts))
+    list(pool.map(Fp8Comparison.judge, found.values()))
+    located = list(pool.map(lambda part: found[part[0]].locate(boxes(part[1])), parts))
+    for (comparison, _), problem in reversed(list(zip(parts, located, strict=True))):
+        first[comparison] = problem or first[comparison]
+    proven = {c: one for c, one in found.items() if one.is_proven}
+    for comparison in proven:
+        del first[comparison]
+    return proven
+
+
+def _comparison(reader: BoxReader, target: TargetTensor) -> _Comparison:
+    stored = reader.catalog.tensors.get(target.sources[0].key)  # the target may ask for another type
+    return _Comparison(reader, target if stored is None else replace(target, dtype=stored.dtype))
+
+
+def _parts(comparison: _Comparison, level: CheckLevel) -> Iterable[Box]:
+    """A tensor in the parts that one thread compares, in order."""
+    everything = full_box(comparison.target.shape)
+    most = max(_PART_ELEMS, everything.volume >> 14)  # metadata may say any shape: parts are few all the same
+    return [everything] if level == "sample" else row_major_tiles(everything, most)
+
+
+def sample_boxes(box: Box) -> list[Box]:
+    """A few places of a tensor: parts of its first and last row (last dimension) and of rows evenly between."""
+    if box.volume <= _SAMPLE_ELEMS * _SAMPLE_PLACES:
+        return [box]
+    *lead, columns = box.size
+    width = min(columns, _SAMPLE_ELEMS)
+    across = -(-columns // width)
+    last = math.prod(lead) * across - 1
+    boxes = []
+    for place in sorted({last * i // (_SAMPLE_PLACES - 1) for i in range(_SAMPLE_PLACES)}):
+        row, part = divmod(place, across)
+        corner = map(int, np.unravel_index(row, lead)) if lead else ()
+        boxes.append(Box((*corner, min(part * width, columns - width)), (*(1,) * len(lead), width)))
+    return boxes
+
+
+class _Comparison:
+    """The masters of a target against the weights they round to."""
+
+    def __init__(self, reader: BoxReader, target: TargetTensor) -> None:
+        assert target.must_round_dtype is not None  # given with must_round_to
+        self.target, self.dtype = target, target.must_round_dtype
+        weights = replace(target, dtype=self.dtype, sources=target.must_round_to)
+        self.masters, self.weights = reader.tensor(target), reader.tensor(weights)
+        self._in_step = Seen(reader, target), Seen(reader, weights)
+        self.transfers = reader.transfers(weights)
+        self._reads = reader.reads(target), reader.reads(weights)
+
+    @property
+    def can_be_fp8(self) -> bool:
+        """Whether Transformer Engine could hold such a weight in FP8: a matrix with fp32 masters."""
+        return len(self.target.shape) >= 2 and self.target.dtype == "float32" and self.dtype in HALF_TYPES
+
+    def rounds_in_step(self, box: Box, tick: Callable[[], None]) -> bool:
+        """Whether a quick look at all of `box` shows that it has no difference; if not, nothing is known."""
+        types = self.target.dtype, self.dtype
+        elements = 0
+        for blocks in in_step(self._in_step, box):
+            tick()
+            masters, weights = (b.view(numpy_dtype(dtype)) for b, dtype in zip(blocks, types, strict=True))
+            if unlike(masters, types[0], weights, types[1]).any():
+                return False
+            elements += masters.size
+        return elements == box.volume
+
+    def reads(self, box: Box) -> Iterator[Range]:
+        """What comparing `box` reads of stores."""
+        return chain.from_iterable(reads(box) for reads in self._reads)
+
+    def difference(self, box: Box) -> str | None:
+        """The first element of `box` whose master does not round to its weight; any NaN equals any other."""
+        masters, weights = self.masters(box), self.weights(box)
+        different = unlike(masters, self.target.dtype, weights, self.dtype)
+        if not different.any():
+            return None
+        at = np.unravel_index(int(different.argmax()), box.size)
+        line = describe_element(self.target, self.dtype, masters, weights, box, tuple(map(int, at)))
+        return line + _REMAINDERS if _are_remainders(masters) else line
+
+
+def _are_remainders(masters: Array) -> bool:
+    """Whether fp32 numbers are all int16 ones, and not all small: no weights of a model are."""
+    if masters.dtype != np.float32 or not np.isfinite(masters).all():
+        return False
+    largest = np.abs(masters).max(initial=0)
+    return bool(256 < largest <= 1 << 15) and bool((masters == np.rint(masters)).all())

@@ -1,0 +1,203 @@
+"""The last part of a source's proof: what no one needed to read is read, and what several ranks read is joined."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ckpt_tools.errors import CorruptCheckpointError, list_problems
+from ckpt_tools.execute.move.source_reader import ChunkRef, SourceReader, store_ranges
+from ckpt_tools.execute.processes.ranks import Ranks
+from ckpt_tools.execute.processes.spread import by_threads
+from ckpt_tools.execute.proof.payload_sums import Piece, Pieces, SourceProof, Stored, damage
+from ckpt_tools.formats.storage import crc
+from ckpt_tools.formats.storage.files import Files
+from ckpt_tools.formats.storage.prefetch import Range
+from ckpt_tools.formats.torch_archive.item_reader import record_stretches
+from ckpt_tools.model.catalog import Catalog, Item
+from ckpt_tools.model.without_gc import without_gc
+
+_BUFFER_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ProofReport:
+    """What was proven of a source, over all ranks."""
+
+    payloads: int = 0
+    nbytes: int = 0
+    read_for_it: int = 0  # bytes that nothing else needed
+    without: int = 0  # payloads that carry no checksum
+
+
+class _Part(NamedTuple):
+    """Bytes [start, stop) of the record of `item` that are still to be summed, from byte `at` of its file on."""
+
+    item: Item
+    at: int
+    start: int
+    stop: int
+
+
+_Records = dict[Item, tuple[Stored, Pieces]]
+
+
+@without_gc()
+def prove_rest(
+    proof: SourceProof,
+    files: Files,
+    key_of: Callable[[Item], str],
+    ranks: Ranks,
+    threads: int,
+    buffer_bytes: int = _BUFFER_BYTES,
+    ahead_bytes: int = 0,
+) -> ProofReport:
+    """Complete the proof of every record that any rank has read from; called on every rank.
+
+    Ranks tell each other the sums of what they read of records that none has read whole, share out what is missing,
+    and join all: every rank comes to the same verdict.
+
+    Args:
+        key_of: the tensor that an item holds, for messages.
+        ahead_bytes: what each thread may hold of a store's files before it sums them.
+
+    Raises:
+        CorruptCheckpointError: records have other checksums than their writer stored; all are named.
+    """
+    told = ranks.together(lambda: _told(proof))
+    done = {item: nbytes for one in told for item, nbytes in _done(one)}
+    records = _joined(told, done.keys())
+    parts = _missing(records, buffer_bytes)
+    mine = _share(parts, ranks.rank, ranks.world)
+    read = ranks.together(lambda: _read(mine, files, ranks.check, threads, buffer_bytes, ahead_bytes))
+    for part, checksum in zip(parts, (checksum for one in read for checksum in one), strict=True):
+        records[part.item][1].put(Piece(part.start, part.stop, checksum))
+    done |= {item: stored.nbytes for item, (stored, _) in records.items()}
+    problems = list(_problems(records, key_of))
+    if problems:
+        many = f"{len(problems)} payloads are damaged:\n{list_problems(problems)}"
+        raise CorruptCheckpointError(problems[0] if len(problems) == 1 else many, problems)
+    without = {(file, *rest) for one in told for file, rows in one["without"].items() for rest in rows}
+    read_for_it = sum(part.stop - part.start for part in parts)
+    return ProofReport(len(done), sum(done.values()), read_for_it, len(without))
+
+
+def _problems(records: _Records, key_of: Callable[[Item], str]) -> Iterator[str]:
+    for item, (stored, pieces) in records.items():
+        found = pieces.total
+        assert found is not None  # every gap was read
+        if found != stored.crc32:
+            yield damage(key_of(item), stored, found)
+
+
+def prove_payloads(files: Files, catalog: Catalog, wanted: Iterable[str], threads: int) -> None:
+    """Prove the stored tensors and objects `wanted` by reading them: what a proof by content failed for.
+
+    Raises:
+        CorruptCheckpointError: some are damaged; all are named.
+    """
+    proof = SourceProof()
+    source = SourceReader(files, proof=proof)
+    keys: dict[Item, str] = {}
+    try:
+        for key in dict.fromkeys(stored for one in wanted for stored in catalog.stored_keys(one)):
+            if key in catalog.objects:
+                for start, nbytes, crc32 in record_stretches(files, catalog.objects[key].item):
+                    record = Item(catalog.objects[key].item.file, start, nbytes, bare=True, crc32=crc32)
+                    keys[record] = key
+                    if nbytes and crc32 is not None:
+                        proof.of(key, Stored(record, start, nbytes, crc32))
+                continue
+            entry = catalog.tensors[key]
+            for chunk in entry.chunks:
+                keys[chunk.item] = key
+                source.payload(ChunkRef(key, chunk.item, entry.dtype, chunk.box.size))
+    finally:
+        source.close()
+    prove_rest(proof, files, keys.__getitem__, Ranks(), threads)
+
+
+def _told(proof: SourceProof) -> dict[str, Any]:
+    """What a rank tells the others, as JSON, file by file."""
+    unfinished: dict[str, list[Any]] = {}
+    for stored, pieces in proof.unfinished():
+        row = [stored.item[1:], *stored[1:], [tuple(piece) for piece in pieces]]
+        unfinished.setdefault(stored.item.file, []).append(row)
+    done: dict[str, list[Any]] = {}
+    for item, nbytes in proof.finished().items():
+        done.setdefault(item.file, []).append([item[1:], nbytes])
+    without: dict[str, list[Any]] = {}
+    for item in proof.unsummed():
+        without.setdefault(item.file, []).append(item[1:])
+    return {"unfinished": unfinished, "done": done, "without": without}
+
+
+def _done(told: Mapping[str, Any]) -> Iterable[tuple[Item, int]]:
+    for file, rows in told["done"].items():
+        for rest, nbytes in rows:
+            yield Item(file, *rest), nbytes
+
+
+def _joined(told: Sequence[Mapping[str, Any]], done: Iterable[Item]) -> _Records:
+    """The records that no rank has proven, in file order, with the pieces of all ranks."""
+    records: _Records = {}
+    for one in told:
+        for file, rows in one["unfinished"].items():
+            for rest, start, nbytes, crc32, pieces in rows:
+                stored = Stored(Item(file, *rest), start, nbytes, crc32)
+                _, known = records.setdefault(stored.item, (stored, Pieces(nbytes)))
+                for piece in pieces:
+                    known.put(Piece(*piece))
+    for item in done:
+        records.pop(item, None)
+    return dict(sorted(records.items(), key=lambda record: record[0][:3]))
+
+
+def _missing(records: _Records, most_bytes: int) -> list[_Part]:
+    """What is still to be read of the records, in parts of at most `most_bytes`."""
+    return [
+        _Part(item, stored.start + at, at, min(at + most_bytes, stop))
+        for item, (stored, pieces) in records.items()
+        for start, stop in pieces.gaps(0, stored.nbytes)
+        for at in range(start, stop, most_bytes)
+    ]
+
+
+def _share(parts: Sequence[_Part], rank: int, world: int) -> list[_Part]:
+    """A rank's parts: neighbours, about as many bytes as any other's; the shares in rank order are all parts."""
+    total = sum(part.stop - part.start for part in parts)
+    mine, before = [], 0
+    for part in parts:
+        if min(before * world // max(total, 1), world - 1) == rank:
+            mine.append(part)
+        before += part.stop - part.start
+    return mine
+
+
+def _read(
+    parts: Sequence[_Part],
+    files: Files,
+    tick: Callable[[], None],
+    threads: int,
+    buffer_bytes: int,
+    ahead_bytes: int,
+) -> list[int]:
+    """CRC-32 of each part."""
+    buffers = threading.local()
+
+    def read(part: _Part) -> int:
+        tick()
+        if not hasattr(buffers, "array"):
+            buffers.array = np.empty(buffer_bytes, np.uint8)
+        data: memoryview = buffers.array[: part.stop - part.start].data
+        files.read_into(part.item.file, part.at, data)
+        return crc.crc32(data)
+
+    def reads(part: _Part) -> Iterator[Range]:
+        return store_ranges(files, part.item.file, part.at, part.at + part.stop - part.start)
+
+    return by_threads(read, parts, threads, reads, ahead_bytes)

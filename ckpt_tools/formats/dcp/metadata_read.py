@@ -1,0 +1,286 @@
+"""`.metadata` of a torch distributed checkpoint, as a `Catalog`.
+
+Every writer's file is read: plain torch of any version, Megatron core 0.8 to main with its own root class,
+`all_local_plans` and `mcore_data`. Attributes that a version does not write are treated as absent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from operator import gt
+from typing import Any, NamedTuple
+
+from ckpt_tools.errors import (
+    CkptError,
+    CorruptCheckpointError,
+    HostileCheckpointError,
+    UnsupportedCheckpointError,
+    list_problems,
+)
+from ckpt_tools.formats.dcp.lazy_entries import Lazy, LazyChunks
+from ckpt_tools.formats.dcp.storage_info import (
+    LAYOUTS,
+    LEADS_OUT,
+    Offset,
+    Storage,
+    as_offset,
+    check_range,
+    packed,
+)
+from ckpt_tools.formats.pickle.allowed_names import brief
+from ckpt_tools.formats.pickle.machine import Machine
+from ckpt_tools.formats.pickle.packed_records import CHUNK, Layout
+from ckpt_tools.formats.pickle.stored_classes import check_properties, check_storage_meta, fields_of, is_class
+from ckpt_tools.formats.pickle.values import Object, Pairs, Record
+from ckpt_tools.formats.storage.files import Files, path_in, read_whole
+from ckpt_tools.model.box import Box
+from ckpt_tools.model.catalog import Catalog, Chunk, ObjectEntry, TensorEntry
+from ckpt_tools.model.dtypes import ITEMSIZE
+
+METADATA = ".metadata"
+MAX_METADATA_BYTES = 8 << 30  # some tens of millions of chunks
+EAGER_BYTES = 2 << 20  # up to this size everything is decoded, and so checked, on opening
+
+_RANK_FILE = re.compile(r"__(\d{1,9})_\d+\.distcp")
+
+_START_MEMO = 4  # of those of a packed chunk: itself, its attributes, a tuple, arguments, its start
+_CUTS = 1000  # chunks of a tensor whose boxes are kept, for tensors that are cut alike
+_KEPT_CUTS = 64  # ways to cut a tensor, kept decoded
+
+
+class _Boxes(NamedTuple):
+    """Of a tensor's chunks."""
+
+    boxes: tuple[Box, ...]
+    made: list[
+        tuple[int, int]
+    ]  # memo entry of a start, behind the first that the chunks make; number of the box
+
+
+def read_catalog(files: Files, trust_pickle: bool = False) -> Catalog:
+    """What the checkpoint in `files` holds.
+
+    Tensors and objects are decoded when they are looked at. What contradicts itself is found on opening in all but
+    very large catalogs, and then at the look-up of the key that it concerns.
+
+    Raises:
+        UnsupportedCheckpointError: no `.metadata`, or items that a torch extension transformed.
+        CorruptCheckpointError: `.metadata` is damaged, contradicts itself, or points outside the folder.
+    """
+    if not files.exists(METADATA):
+        raise missing_metadata(files)
+    where = path_in(files.location, METADATA)
+    machine = Machine(read_whole(files, METADATA, MAX_METADATA_BYTES), where, trust_pickle)
+    root = machine.load()
+    try:
+        return _catalog(machine, root, files.location)
+    except CkptError:
+        raise
+    except Exception as error:  # whatever a structure that is not ours runs into
+        raise CorruptCheckpointError(
+            f"{where}: not the metadata of a checkpoint ({type(error).__name__}: {error})."
+        ) from error
+
+
+def missing_metadata(files: Files) -> UnsupportedCheckpointError:
+    """Why a folder without `.metadata` cannot be read, as far as its other files tell."""
+    names = files.list()
+    per_rank = [name for name in names if name.startswith("__") and name.endswith(METADATA)]
+    if per_rank:
+        return UnsupportedCheckpointError(
+            f"{files.location}: the metadata is spread over {len(per_rank)} files like {per_rank[0]} (saved with "
+            "use_collectives=False). Load it with torch and save it again with collectives."
+        )
+    ranks = sorted({int(match[1]) for match in map(_RANK_FILE.fullmatch, names) if match})
+    if ranks and ranks[0] > 0:
+        listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+        return UnsupportedCheckpointError(
+            f"{files.location}: here are only the files of rank {listed}; those of rank 0 and {METADATA}, which "
+            "rank 0 writes, are elsewhere. Was it saved to disks of the nodes? Copy all their folders into one."
+        )
+    if any(name.endswith(".distcp") for name in names):
+        return UnsupportedCheckpointError(
+            f"{files.location}: there are .distcp files but no {METADATA}, so the save was interrupted before it "
+            "was complete. Use an earlier iteration."
+        )
+    iterations = [name for name in names if name.startswith("iter_")]
+    hint = f" Give one of its iterations: {', '.join(iterations[-3:])}." if iterations else ""
+    return UnsupportedCheckpointError(
+        f"{files.location}: no {METADATA}, so this is not a distributed checkpoint.{hint}"
+    )
+
+
+def _catalog(machine: Machine, root: Any, location: str) -> Catalog:
+    if type(root) is not Object or root.kind.name not in ("Metadata", "MCoreMetadata"):
+        kind = f"{root.kind.module}.{root.kind.name}" if type(root) is Object else type(root).__name__
+        raise CorruptCheckpointError(f"{machine.where}: holds a {kind}, not checkpoint metadata.")
+    fields = fields_of(root, "Metadata", "MCoreMetadata")
+    check_storage_meta(fields.get("storage_meta"))
+    stored = fields["state_dict_metadata"].as_dict()
+    storage = Storage(machine, fields.get("storage_data") or Pairs())
+    by_kind: dict[str, dict[str, Object]] = {"TensorStorageMetadata": {}, "BytesStorageMetadata": {}}
+    for key, entry in stored.items():
+        by_kind[entry.kind.name][key] = entry
+        if not is_class(entry.kind, entry.kind.name):
+            raise CorruptCheckpointError(
+                f"{machine.where}: torch has no {entry.kind.module}.{entry.kind.name}."
+            )
+    decoder = _Decoder(machine, storage, stored)
+    pieces = Lazy(by_kind["TensorStorageMetadata"], decoder.chunks, len)
+    tensors = Lazy(
+        by_kind["TensorStorageMetadata"], lambda key: decoder.tensor(key, pieces), lambda _tensor: 1
+    )
+    objects = Lazy(by_kind["BytesStorageMetadata"], decoder.object, lambda _object: 1)
+    unknown = [f"{key}: stored but not described" for key in storage.keys() - stored.keys()]
+    problems = storage.path_problems() + sorted(unknown)
+    if len(machine.data) <= EAGER_BYTES:
+        found = (str(error) for lazy in (tensors, pieces, objects) for error in lazy.errors())
+        problems += dict.fromkeys(found)
+    if any(LEADS_OUT in problem for problem in problems):
+        raise HostileCheckpointError(
+            f"{machine.where} names files elsewhere:\n{list_problems(problems)}", problems
+        )
+    if problems:
+        raise CorruptCheckpointError(
+            f"{machine.where} contradicts itself:\n{list_problems(problems)}", problems
+        )
+    planner = fields["planner_data"]  # None in Megatron's; that of somebody's own class tells nothing
+    paths = planner.as_dict() if type(planner) is Pairs else {}
+    version = fields.get("version")
+    return Catalog(
+        root=location,
+        tensors=tensors,
+        objects=objects,
+        planner_paths={key: _path(path) for key, path in paths.items()},
+        original_shapes=_original_shapes(fields.get("mcore_data")),
+        metadata_class=f"{root.kind.module}.{root.kind.name}",
+        metadata_version=version if isinstance(version, str) else None,
+    )
+
+
+# Groups of a packed record that hold its class and the names of its attributes, and what they must be.
+_CHUNK_NAMES = {"class": "", "offsets_name": "offsets", "sizes_name": "sizes"}
+
+
+class _Decoder:
+    """Entries of the catalog from what the metadata says about a key."""
+
+    def __init__(self, machine: Machine, storage: Storage, described: Mapping[str, Object]) -> None:
+        self._machine, self._storage, self._described = machine, storage, described
+        self._boxes: dict[tuple[Offset, int, bytes], _Boxes] = {}
+        self._layouts: list[tuple[Layout, bool]] = []  # of chunks, and whether they make their starts
+
+    def object(self, key: str) -> ObjectEntry:
+        fields_of(self._described[key], "BytesStorageMetadata")
+        items = self._storage.items(key)
+        if list(items) != [None]:
+            raise CorruptCheckpointError(f"{key}: {len(items)} items are stored for an object")
+        check_range(key, items[None])
+        return ObjectEntry(key, items[None])
+
+    def tensor(self, key: str, pieces: Mapping[str, tuple[Chunk, ...]]) -> TensorEntry:
+        """What is said of a tensor as a whole; `pieces` decodes its chunks."""
+        state = fields_of(self._described[key], "TensorStorageMetadata")
+        chunks = LazyChunks(pieces, key, len(state["chunks"]))
+        return TensorEntry(key, _dtype(key, state["properties"]), as_offset(state["size"]), chunks)
+
+    def chunks(self, key: str) -> tuple[Chunk, ...]:
+        """Where the pieces of a tensor are stored; each once, inside its shape."""
+        state = fields_of(self._described[key], "TensorStorageMetadata")
+        boxes = self._boxes_of(key, as_offset(state["size"]), state["chunks"])
+        items = self._storage.items(key)
+        chunks = []
+        for box in boxes:
+            item = items.pop(box.start, None)
+            if item is None:
+                raise CorruptCheckpointError(f"{key}: no file holds the chunk {box}")
+            check_range(key, item)
+            chunks.append(Chunk(box, item))
+        if items:
+            raise CorruptCheckpointError(
+                f"{key}: {len(items)} items are stored for chunks that it has not, the first at {next(iter(items))}"
+            )
+        return tuple(chunks)
+
+    def _boxes_of(self, key: str, shape: Offset, chunks: list[Any]) -> tuple[Box, ...]:
+        """The boxes of a tensor's chunks, all inside its `shape`; their starts are noted for those who fetch them.
+
+        Layers and states of a model are cut alike, and then their records have the same bytes: those of the first
+        to the last tell the same boxes, as the memo that they fetch from holds one value under a number.
+        """
+        are_packed = bool(chunks) and all(type(chunk) is Record for chunk in chunks)
+        alike = None
+        if are_packed and len(chunks) <= _CUTS:
+            last = packed(CHUNK, self._machine.data, chunks[-1])
+            alike = shape, len(chunks), self._machine.data[chunks[0] : last.end()]
+        first = self._machine.first_memo(chunks[0]) if are_packed else 0
+        found = self._boxes.get(alike) if alike is not None else None
+        if found is None:
+            found = self._new_boxes(chunks, first)
+            for box in found.boxes:
+                if not len(box.start) == len(box.size) == len(shape):
+                    raise CorruptCheckpointError(
+                        f"{key}: a chunk has {len(box.start)} offsets and {len(box.size)} sizes, its tensor has "
+                        f"{len(shape)} dimensions"
+                    )
+                if any(map(gt, box.stop, shape)):
+                    raise CorruptCheckpointError(f"{key}: chunk {box} is outside of shape {list(shape)}")
+            if alike is not None:
+                if len(self._boxes) > _KEPT_CUTS:
+                    self._boxes.clear()
+                self._boxes[alike] = found
+        self._storage.note_sizes({first + memo: found.boxes[number].start for memo, number in found.made})
+        return found.boxes
+
+    def _new_boxes(self, chunks: list[Any], first: int) -> _Boxes:
+        """The boxes of chunks that were packed from memo entry `first` on, or executed."""
+        boxes, made = [], []
+        for number, chunk in enumerate(chunks):
+            if type(chunk) is not Record:
+                state = fields_of(chunk, "ChunkStorageMetadata")
+                boxes.append(Box(as_offset(state["offsets"]), as_offset(state["sizes"])))
+                continue
+            box, makes_start = self._packed_box(chunk)
+            boxes.append(box)
+            if makes_start:
+                made.append((self._machine.first_memo(chunk) + _START_MEMO - first, number))
+        return _Boxes(tuple(boxes), made)
+
+    def _packed_box(self, place: int) -> tuple[Box, bool]:
+        """The box of a packed chunk, and whether its record makes the start of it."""
+        storage = self._storage
+        for layout, makes_start in self._layouts:
+            if (numbers := layout.numbers(self._machine.data, place)) is not None:
+                size = storage.fetched_size(numbers[-1])
+                start = as_offset(tuple(numbers[:-1])) if makes_start else storage.fetched_size(numbers[0])
+                return Box(start, size), makes_start
+        match = packed(CHUNK, self._machine.data, place)
+        storage.check_names(match, "ChunkStorageMetadata", _CHUNK_NAMES)
+        makes_start = match["offsets_tuple"] is not None
+        if match["sizes"] and (makes_start or match["offsets"]):
+            layout = Layout(match, "offsets_tuple" if makes_start else "offsets", "sizes")
+            self._layouts = [(layout, makes_start), *self._layouts[: LAYOUTS - 1]]
+        return Box(storage.size(match, "offsets"), storage.size(match, "sizes")), makes_start
+
+
+def _path(value: Any) -> tuple[str | int, ...]:
+    if type(value) is not tuple or not all(isinstance(part, str | int) for part in value):
+        raise TypeError("a planner path is not a tuple of names and numbers")
+    return value
+
+
+def _dtype(key: str, properties: Object) -> str:
+    dtype = check_properties(properties)
+    if dtype.name in ITEMSIZE:
+        return dtype.name
+    raise UnsupportedCheckpointError(f"{key}: element type {brief(dtype)} is not supported.")
+
+
+def _original_shapes(mcore_data: Pairs | None) -> dict[str, Offset] | None:
+    """Shapes before N-D flattening, of the keys that have one; plain tensors have an empty dict or no entry."""
+    if mcore_data is None:
+        return None
+    name = "nd_reformulated_orig_global_shape"
+    entries = {key: info.as_dict() for key, info in mcore_data.as_dict().items()}
+    return {key: as_offset(info[name]) for key, info in entries.items() if name in info}

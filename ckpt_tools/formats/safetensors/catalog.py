@@ -1,0 +1,383 @@
+"""Safetensors: a Hugging Face model directory's files as a `Catalog`, and the header of a file to be written.
+
+A file is: 8 bytes little-endian header length, a JSON header (ours are filled up with spaces to a multiple of 8), the
+data. The header gives every tensor's dtype,
+shape and byte range in the data; ranges must follow one another without gap or overlap from 0 to the end of the
+file (safetensors `Metadata::validate`). Nothing is handed out before all of that holds for every file.
+
+What the safetensors library refuses is refused here too, so that no file means something to this tool that it does
+not mean to others: other encodings than UTF-8, NaN, lone surrogates, sizes that overflow 64 bits on the way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
+from itertools import accumulate
+from math import prod
+from operator import mul
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, list_problems
+from ckpt_tools.formats.safetensors.rank_shards import joined, lacking_files, parts_of_ranks, placed
+from ckpt_tools.formats.storage.files import Files, path_in, read_whole
+from ckpt_tools.formats.storage.open_files import open_files
+from ckpt_tools.model.box import full_box
+from ckpt_tools.model.catalog import MAX_DIMENSIONS, Catalog, Chunk, Item, TensorEntry
+from ckpt_tools.model.dtypes import itemsize
+
+if TYPE_CHECKING:
+    from ckpt_tools.model.transfers import TensorInfo
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+MAX_INDEX_BYTES = 128 << 20  # a million tensors
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+ADAPTER = "adapter_model.safetensors"
+OTHER_WEIGHTS = (".bin", ".bin.index.json", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack")
+AS_SAFETENSORS = (
+    "Write its weights as safetensors first, if you trust who made them: loading a pickle may run code in it, unless "
+    "weights_only=True keeps it to plain tensors (torch 2.6 or later). "
+    "AutoModelForCausalLM.from_pretrained(DIR, torch_dtype='auto', weights_only=True).save_pretrained(OUT)"
+)
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_LONGEST_POINTER = 1024  # bytes, by its specification
+DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "C64": "complex64",
+}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+def read_safetensors_catalog(root: str | Path) -> Catalog:
+    """The tensors of a model directory, in file order; every item is a bare payload.
+
+    Raises:
+        UnsupportedCheckpointError: no weights there, or two sets of weights at once.
+        CorruptCheckpointError: a file breaks the format, or files and index contradict each other.
+    """
+    with closing(open_files(str(root))) as files:
+        names = files.list()
+        if parts := parts_of_ranks(names) if not {INDEX_FILE, SINGLE_FILE} & set(names) else []:
+            return _join_parts(files, parts)
+        return _read_catalog(files)
+
+
+def _join_parts(files: Files, names: list[str]) -> Catalog:
+    """The tensors that ranks have written their parts of."""
+    refuse_pointers(files, names)
+    parts: dict[str, list[TensorEntry]] = {}
+    tensors: dict[str, TensorEntry] = {}
+    problems = lacking_files(names)
+    for name in names:
+        try:
+            for key, entry in placed(name, *_read_header(files, name)).items():
+                parts.setdefault(key, []).append(entry)
+        except (CorruptCheckpointError, ValueError) as error:
+            problems.append(str(error))
+    for key in parts if not problems else ():
+        try:
+            tensors[key] = joined(parts[key])
+        except ValueError as error:
+            problems.append(str(error))
+    _refuse_damaged(files, problems)
+    return Catalog(files.location, tensors, {})
+
+
+def _refuse_damaged(files: Files, problems: list[str]) -> None:
+    if problems:
+        raise CorruptCheckpointError(
+            f"{files.location}: the weights are not whole:\n" + list_problems(problems), problems
+        )
+
+
+def _read_catalog(files: Files) -> Catalog:
+    weight_map, aliases = _weight_map(files)
+    refuse_pointers(
+        files, [INDEX_FILE, *set(weight_map.values())] if weight_map is not None else [SINGLE_FILE]
+    )
+    tensors: dict[str, TensorEntry] = {}
+    problems: list[str] = []
+    listed: dict[str, set[str]] = {} if weight_map is not None else {SINGLE_FILE: set()}
+    for key, name in (weight_map or {}).items():
+        listed.setdefault(name, set()).add(key)
+    for name in sorted(listed):
+        try:
+            found, notes = _read_header(files, name)
+        except CorruptCheckpointError as error:
+            problems.append(str(error))
+            continue
+        for key in found:
+            if weight_map is not None and weight_map.get(key) != name:
+                said = f"places in {weight_map[key]}" if key in weight_map else "does not name"
+                problems.append(f"{name} holds {key}, which the index {said}")
+        tensors.update(found)
+        aliases |= notes
+        missing = listed[name] - found.keys()
+        problems += [f"{name} lacks {key}, which the index places there" for key in sorted(missing)]
+    _refuse_damaged(files, problems)
+    # `save_model` stores a tensor under one of its names and lists the others.
+    for name, stored in aliases.items():
+        if stored in tensors and name not in tensors:
+            tensors[name] = replace(tensors[stored], key=name)
+    return Catalog(files.location, tensors, {})
+
+
+def _weight_map(files: Files) -> tuple[dict[str, str] | None, dict[str, str]]:
+    """The index's tensor -> file map with every file proven to exist, or None for a single file; and its texts.
+
+    Files that the index does not name are not read: releases hold the same weights once more in another layout.
+    """
+    root = files.location
+    names = files.list()
+    present = [name for name in names if name.endswith(".safetensors")]
+    if INDEX_FILE not in names:
+        if SINGLE_FILE in present:
+            return None, {}
+        raise UnsupportedCheckpointError(
+            f"{root} has neither {SINGLE_FILE} nor {INDEX_FILE}{_instead(names)}"
+        )
+    if SINGLE_FILE in present:
+        raise UnsupportedCheckpointError(
+            f"{root} has both {SINGLE_FILE} and {INDEX_FILE}; transformers would load the single file only. "
+            "Remove the stale one"
+        )
+    refuse_pointers(files, [INDEX_FILE])
+    weight_map, texts = _read_index(files)
+    shards = set(weight_map.values())
+    problems = [f"{name!r} is not a file name" for name in shards if name in ("", ".", "..") or "/" in name]
+    problems += [f"shard {name} is missing" for name in sorted(shards - set(present))]
+    if problems:
+        raise CorruptCheckpointError(
+            f"{path_in(files.location, INDEX_FILE)}:\n" + list_problems(problems), problems
+        )
+    return weight_map, texts
+
+
+def unread_files(files: Files) -> tuple[str, ...]:
+    """The weight files that are not those of the model, by its index or by their names."""
+    names = files.list()
+    named = set(_read_index(files)[0].values()) if INDEX_FILE in names else {SINGLE_FILE}
+    if not named & set(names):
+        named = set(parts_of_ranks(names))
+    return tuple(name for name in names if name.endswith(".safetensors") and name not in named)
+
+
+def _instead(names: list[str]) -> str:
+    """What a folder without weights that can be read holds in their place, and the way out."""
+    others = [name for name in names if name.endswith(OTHER_WEIGHTS)]
+    present = [name for name in names if name.endswith(".safetensors")]
+    if ADAPTER in names:
+        return (
+            f", but {ADAPTER}: an adapter (LoRA) without its model. `import-hf HF OUT --adapter PEFT` merges it "
+            "into HF, the model it was trained on"
+        )
+    if present:
+        return f", only {', '.join(present[:4])}: the index is missing"
+    if others:
+        return f", but {', '.join(others[:4])}: pickled or other weights are not read. {AS_SAFETENSORS}"
+    return ""
+
+
+def refuse_pointers(files: Files, names: Iterable[str]) -> None:
+    """Nothing, when no file is a Git LFS pointer: a few lines that stand for a file which was not fetched.
+
+    Raises:
+        UnsupportedCheckpointError: some are.
+    """
+    pointers = []
+    for name in sorted(names):
+        size = files.size(name) if files.exists(name) else 0
+        if 0 < size <= _LONGEST_POINTER and files.read(name, 0, size).startswith(_POINTER):
+            pointers.append(name)
+    if pointers:
+        raise UnsupportedCheckpointError(
+            f"{files.location}: these are Git LFS pointers, the files themselves were not fetched. Run `git lfs "
+            f"pull` there, or download the model again:\n{list_problems(pointers)}",
+            pointers,
+        )
+
+
+def _read_index(files: Files) -> tuple[dict[str, str], dict[str, str]]:
+    path = path_in(files.location, INDEX_FILE)
+    raw = read_whole(files, INDEX_FILE, MAX_INDEX_BYTES)
+    try:
+        index = json.loads(raw, object_pairs_hook=_unique)
+        weight_map = index["weight_map"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{path}: not a safetensors index: {error}") from error
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise CorruptCheckpointError(f"{path}: weight_map is not a map of tensor names to file names")
+    return weight_map, _texts(index.get("metadata"))
+
+
+def read_safetensors_header(files: Files, name: str) -> dict[str, TensorEntry]:
+    """The tensors of one file, in data order.
+
+    Raises:
+        CorruptCheckpointError: the file breaks the format; all problems of the header are named.
+    """
+    return _read_header(files, name)[0]
+
+
+def _read_header(files: Files, name: str) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """The tensors of one file, and the texts that stand beside them."""
+    path = path_in(files.location, name)
+    size = files.size(name)
+    length = int.from_bytes(files.read(name, 0, min(size, 8)), "little")
+    if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+        raise CorruptCheckpointError(
+            f"{path}: header of {length:,} bytes in a file of {size:,} bytes (at most {MAX_HEADER_BYTES:,})"
+        )
+    header = _parse_header(files.read(name, 8, length), path)
+    problems: list[str] = []
+    stated = header.pop("__metadata__", None)
+    notes = _texts(stated)
+    is_right = stated is None or (isinstance(stated, dict) and len(notes) == len(stated))
+    if not is_right or not all(map(_is_text, notes.values())):
+        problems.append("__metadata__ is not an object of texts")
+    entries = [
+        entry for key, info in header.items() if (entry := _entry(name, 8 + length, key, info, problems))
+    ]
+    entries.sort(key=lambda entry: (entry.chunks[0].item.offset, entry.nbytes))
+    problems += _gaps(entries, 8 + length, size)
+    if problems:
+        raise CorruptCheckpointError(
+            f"{path}: the header does not describe the file:\n" + list_problems(problems), problems
+        )
+    return {entry.key: entry for entry in entries}, notes
+
+
+def _texts(stated: object) -> dict[str, str]:
+    """What stands beside tensors as texts, an alias of a tensor among them."""
+    return {k: v for k, v in stated.items() if isinstance(v, str)} if isinstance(stated, dict) else {}
+
+
+def _parse_header(raw: bytes, path: str) -> dict[str, object]:
+    try:
+        header = json.loads(
+            raw.decode(), object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_parse_int
+        )
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{path}: the header is not JSON: {error}") from error
+    if not isinstance(header, dict) or not raw.startswith(b"{"):
+        raise CorruptCheckpointError(f"{path}: the header is not a JSON object")
+    return header
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _parse_int(digits: str) -> int | float:
+    """A number; that -0 does not count as a whole one is the library's opinion."""
+    return int(digits) if digits != "-0" else -0.0
+
+
+def _is_text(value: str) -> bool:
+    """Whether it is Unicode text: JSON's escapes can spell half of a surrogate pair."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _entry(file: str, data_start: int, key: str, info: object, problems: list[str]) -> TensorEntry | None:
+    """One tensor of a header; what is wrong with it goes to `problems`."""
+    match info:
+        case {"dtype": str(code), "shape": list(shape), "data_offsets": [start, stop], **others} if (
+            not others
+        ):
+            wrong = _wrong_with(code, shape, start, stop)
+        case _:
+            wrong = "expected dtype, shape and data_offsets"
+    if wrong:
+        problems.append(f"{key}: {wrong}")
+        return None
+    needed = stop - start
+    item = Item(file, data_start + start, needed, bare=True)
+    dims = tuple(shape)
+    return TensorEntry(key, DTYPES[code], dims, (Chunk(full_box(dims), item),))
+
+
+def _wrong_with(code: str, shape: list[Any], start: Any, stop: Any) -> str:
+    """Why a header's words on one tensor cannot be true; empty when they can."""
+    if code not in DTYPES:
+        return f"unknown element type {code!r}"
+    numbers = [*shape[: MAX_DIMENSIONS + 1], start, stop]
+    if len(numbers) > MAX_DIMENSIONS + 2 or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
+        return "such a shape or data_offsets cannot be"
+    if start > stop:
+        return f"its bytes [{start}, {stop}) end before they begin"
+    if any(n >= 1 << 60 for n in accumulate(shape, mul)):  # in elements of 16 bytes, also before a 0 comes
+        return f"the size of {shape} cannot be told in 64 bits"
+    needed = prod(shape) * itemsize(DTYPES[code])
+    if needed != stop - start:
+        return f"{code} {shape} needs {needed:,} bytes, data_offsets give {stop - start:,}"
+    return ""
+
+
+def _gaps(entries: list[TensorEntry], start: int, stop: int) -> Iterator[str]:
+    """One line wherever tensors in data order do not follow one another from `start` to the file's end."""
+    at = start
+    for entry in entries:
+        item = entry.chunks[0].item
+        if item.offset != at:
+            kind = "overlaps the tensor before it" if item.offset < at else "leaves a gap"
+            yield f"{entry.key}: begins at byte {item.offset:,}, expected {at:,}: {kind}"
+        at = item.offset + item.length
+    if at != stop:
+        what = "truncated" if at > stop else "trailing bytes"
+        yield f"the tensors end at byte {at:,}, the file at {stop:,}: {what}"
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object as a dict; a name that occurs twice is an error."""
+    found = dict(pairs)
+    if not all(map(_is_text, found)):
+        raise ValueError("a name is not Unicode text")
+    if len(found) != len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"duplicate name {counts.most_common(1)[0][0]!r}")
+    return found
+
+
+def safetensors_header(tensors: Mapping[str, TensorInfo]) -> bytes:
+    """Length and JSON header of a file whose tensors follow one another in this order.
+
+    Older readers fail without the `format` entry (huggingface/safetensors issue 549).
+
+    Raises:
+        MappingError: an element type has no safetensors code.
+    """
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for key, (dtype, shape) in tensors.items():
+        if dtype not in _CODES:
+            raise MappingError(f"{key}: safetensors has no element type {dtype}")
+        end = at + prod(shape) * itemsize(dtype)
+        fields[key] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,204 @@
+"""What a store is asked, one request at a time, and how a file system of fsspec answers it.
+
+A path is one name and never a pattern: fsspec's `rm`, `cat`, `expand_path` and `glob` expand `*`, `?` and `[...]` in
+what they are given, so that nothing here calls them.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.storage.multipart import Begun, Part
+
+_COPIED_BYTES = 8 << 20  # at once
+
+# `type` ("file", "directory"), `size` in bytes, and what the store tells of the content.
+Entry = Mapping[str, Any]
+# The answer to a request, which is repeated while it fails; and the bytes that it moves.
+Call = Callable[[Callable[[float], Any], int], Any]
+
+
+class Upload(NamedTuple):
+    """A multipart upload that was begun and never completed."""
+
+    path: str
+    id: str
+
+
+class NoBucketError(FileNotFoundError):
+    """The store has no bucket of the name that is asked for, so that no folder can be there."""
+
+
+class Driver(Protocol):
+    """Requests of one store. `seconds` is what each may take; a driver that cannot be interrupted takes longer.
+
+    Raises (all methods):
+        FileNotFoundError: the store says so; `NoBucketError` where even the bucket is absent.
+        PermissionError: it will not do it, however often it is asked.
+    """
+
+    root: str  # the path of the location that the driver was made for
+
+    @property
+    def takes_stretches(self) -> bool:
+        """Whether several processes may write parts of one file, of any lengths above the least."""
+
+    def address(self) -> str:
+        """URL that requests go to; empty where the driver does not tell."""
+
+    def page(self, seconds: float, path: str, after: str | None) -> tuple[dict[str, Entry], str | None]:
+        """Some of what lies directly inside a folder, by name, and what to go on `after`; None: that was all."""
+
+    def get(self, seconds: float, path: str) -> bytes:
+        """The content of a file."""
+
+    def get_into(self, seconds: float, path: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` from byte `start` of a file. Raises OSError: other than that many bytes came."""
+
+    def info(self, seconds: float, path: str) -> Entry:
+        """What the store tells of one file, asked anew."""
+
+    def put(self, seconds: float, path: str, data: bytes) -> None:
+        """Store a file as a whole."""
+
+    def remove(self, seconds: float, path: str) -> None:
+        """Delete the file of just this name."""
+
+    def copy(self, seconds: float, path: str, target: str, nbytes: int) -> None:
+        """Store a file of so many bytes under another name too, replacing what has it."""
+
+    def open_for_writing(
+        self, path: str, part_bytes: int, in_flight: int, call: Call, begun: Begun | None = None
+    ) -> Any:
+        """A file object that uploads what is written to it and appears when it is closed.
+
+        `begun`: a stretch of a file, where `takes_stretches`.
+        """
+
+    def begin(self, seconds: float, path: str) -> Upload:
+        """Begin an upload that several write."""
+
+    def complete(self, seconds: float, upload: Upload, parts: Sequence[Part]) -> None:
+        """Make a file of parts."""
+
+    def uploads(self, seconds: float, path: str, after: str | None) -> tuple[list[Upload], str | None]:
+        """As `page`, the uploads into a folder and those inside it; none where the driver does not tell."""
+
+    def abort(self, seconds: float, upload: Upload) -> None:
+        """Make the store forget an upload and its parts."""
+
+
+@contextmanager
+def reading_configuration() -> Iterator[None]:
+    """Around what makes fsspec read its configuration, as its import does, which tells of faults in any class.
+
+    Raises:
+        ImportError: fsspec is not installed.
+        UsageError: the configuration cannot be read.
+    """
+    try:
+        yield
+    except ImportError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"fsspec cannot read its configuration (~/.config/fsspec or FSSPEC_CONFIG_DIR, FSSPEC_*): {error}. "
+            "Correct it, or name an empty folder by FSSPEC_CONFIG_DIR."
+        ) from error
+
+
+class FsspecDriver:
+    """As `Driver`, by the file system that fsspec has for the URL; `::` is a part of names, no chain of drivers.
+
+    Raises:
+        ImportError: the scheme's driver is not installed.
+        UsageError: fsspec's configuration cannot be read.
+        ValueError: the scheme is unknown.
+    """
+
+    takes_stretches = False
+
+    def __init__(self, url: str) -> None:
+        with reading_configuration():
+            import fsspec
+
+        self._scheme = url.partition("://")[0].lower()
+        driver = fsspec.get_filesystem_class(self._scheme)
+        self.fs = driver(**driver._get_kwargs_from_urls(url))
+        self.root = driver._strip_protocol(url).rstrip("/")
+
+    def ask(self, seconds: float, method: str, *args: Any, **options: Any) -> Any:
+        """What the file system's `method` returns; one that can be interrupted is, after so many seconds."""
+        if getattr(self.fs, "async_impl", False):
+            from fsspec.asyn import sync
+
+            return sync(self.fs.loop, getattr(self.fs, f"_{method}"), *args, timeout=seconds, **options)
+        return getattr(self.fs, method)(*args, **options)
+
+    def address(self) -> str:
+        return ""
+
+    def page(self, seconds: float, path: str, after: str | None) -> tuple[dict[str, Entry], str | None]:
+        self.fs.invalidate_cache(path)
+        inside = [(entry["name"].rstrip("/"), entry) for entry in self.ask(seconds, "ls", path, detail=True)]
+        named = {full.rpartition("/")[2]: one for full, one in inside if full != path}  # a file lists itself
+        return {name: entry for name, entry in named.items() if name}, None
+
+    def get(self, seconds: float, path: str) -> bytes:
+        found: bytes = self.ask(seconds, "cat_file", path, None, None)
+        return found
+
+    def get_into(self, seconds: float, path: str, start: int, buffer: memoryview) -> None:
+        data = self.ask(seconds, "cat_file", path, start=start, end=start + len(buffer))
+        if len(data) != len(buffer):
+            raise OSError(f"{len(data)} bytes came instead of {len(buffer)}")
+        buffer[:] = data
+
+    def info(self, seconds: float, path: str) -> Entry:
+        self.fs.invalidate_cache(path.rpartition("/")[0])
+        found: Entry = self.ask(seconds, "info", path)
+        return found
+
+    def put(self, seconds: float, path: str, data: bytes) -> None:
+        self.ask(seconds, "pipe_file", path, data)
+
+    def remove(self, seconds: float, path: str) -> None:
+        try:
+            self.ask(seconds, "rm_file", path)
+        except NotImplementedError:  # the driver has only `rm`, which takes patterns
+            if re.search(r"[*?\[\]{}]", path):
+                raise UsageError(
+                    f"{path}: the driver of {self._scheme}:// deletes by pattern, and this name is one. Choose "
+                    "another output."
+                ) from None
+            self.ask(seconds, "rm", path)
+
+    def copy(self, seconds: float, path: str, target: str, nbytes: int) -> None:
+        try:
+            self.ask(seconds, "cp_file", path, target)
+        except NotImplementedError:  # its bytes pass through this machine
+            with self.fs.open(path, "rb") as source, self.fs.open(target, "wb") as file:
+                shutil.copyfileobj(source, file, _COPIED_BYTES)
+
+    def open_for_writing(
+        self, path: str, part_bytes: int, in_flight: int, call: Call, begun: Begun | None = None
+    ) -> Any:
+        options = {} if self._scheme == "msc" else {"block_size": part_bytes}
+        return self.fs.open(path, "wb", **options)
+
+    def begin(self, seconds: float, path: str) -> Upload:
+        raise NotImplementedError("files are written whole")
+
+    def complete(self, seconds: float, upload: Upload, parts: Sequence[Part]) -> None:
+        raise NotImplementedError("no upload was begun")
+
+    def uploads(self, seconds: float, path: str, after: str | None) -> tuple[list[Upload], str | None]:
+        return [], None
+
+    def abort(self, seconds: float, upload: Upload) -> None:
+        raise NotImplementedError("no upload was listed")

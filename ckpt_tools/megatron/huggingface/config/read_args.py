@@ -1,0 +1,261 @@
+"""A model's architecture, read from what Megatron-LM or Megatron-Bridge stored.
+
+Megatron-LM keeps an argparse Namespace (`args`), Bridge the `model` section of `run_config.yaml`; their names differ
+between versions and from each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from math import isclose
+from typing import Any
+
+from ckpt_tools.errors import MappingError
+from ckpt_tools.megatron.huggingface.config.layer_patterns import (
+    moe_layers,
+    no_rope_layers,
+    sliding_layers,
+    sliding_turn,
+    window_of,
+)
+from ckpt_tools.megatron.huggingface.config.model_args import GluInterleave, ModelArgs, frozen
+from ckpt_tools.megatron.huggingface.config.numbers import bounded
+from ckpt_tools.megatron.huggingface.config.recurrent_args import read_recurrent
+from ckpt_tools.megatron.huggingface.config.rope_args import rope_scaling, rotary_bases
+from ckpt_tools.megatron.huggingface.config.sparse_attention import read_sparse_attention
+
+
+@bounded("the checkpoint's args")
+def read_model_args(args: Mapping[str, Any]) -> ModelArgs:
+    """The architecture that Megatron-LM args or the `model` section of Bridge's run_config.yaml describe.
+
+    Raises:
+        MappingError: a field without which no shape can be told is missing, or a pattern does not fit.
+    """
+    args = flat_args(args)
+    needed = ["num_layers", "hidden_size", "num_attention_heads"]
+    if args.get("group_query_attention") and not _is_mla(args):
+        needed.append("num_query_groups")
+    missing = [name for name in needed if not args.get(name)]
+    if missing:
+        raise MappingError(f"the checkpoint's args do not say {', '.join(missing)}; pass --hf-config")
+    return ModelArgs(
+        **_sizes(args),
+        **_layers(args),
+        **_positions_and_windows(args),
+        **_softcaps_and_training(args),
+        **_experts(args),
+        **_latent_attention(args),
+        **read_sparse_attention(args),
+        **read_recurrent(args),
+    )
+
+
+def with_own_settings(model: ModelArgs, names: Iterable[str], args: Mapping[str, Any]) -> ModelArgs:
+    """The model with the arguments that its family's rule file names."""
+    args = flat_args(args)
+    return replace(model, own={name: frozen(args.get(name)) for name in names})
+
+
+def _sizes(args: Mapping[str, Any]) -> dict[str, Any]:
+    heads, hidden = args["num_attention_heads"], args["hidden_size"]
+    grouped = args.get("group_query_attention", args.get("num_query_groups") is not None)
+    return {
+        "num_layers": args["num_layers"],
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_query_groups": args["num_query_groups"] if grouped and not _is_mla(args) else heads,
+        "kv_channels": args.get("kv_channels") or hidden // heads,
+        "ffn_hidden_size": _ffn(args),
+        "max_position_embeddings": _first(args, "max_position_embeddings", "seq_length") or 0,
+        "vocab_size": _vocabulary(args),
+        "padded_vocab_size": args.get("padded_vocab_size"),
+    }
+
+
+def _layers(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what a layer consists."""
+    return {
+        "tied": _tied(args),
+        "normalization": args.get("normalization", "LayerNorm"),
+        "layernorm_epsilon": _first(args, "layernorm_epsilon", "norm_epsilon", default=1e-5),
+        "zero_centered_gamma": bool(_first(args, "layernorm_zero_centered_gamma", "apply_layernorm_1p")),
+        "activation": _activation(args),
+        "activation_clamp": args.get("activation_func_clamp_value"),
+        "glu_linear_offset": args.get("glu_linear_offset") or 0.0,
+        "add_bias_linear": bool(args.get("add_bias_linear", True)),
+        "add_qkv_bias": bool(args.get("add_qkv_bias")) and not args.get("add_bias_linear", True),
+        "qk_layernorm": bool(args.get("qk_layernorm")),
+        "softmax_type": as_text(args.get("softmax_type", "vanilla")),
+    }
+
+
+def _positions_and_windows(args: Mapping[str, Any]) -> dict[str, Any]:
+    mla, window = _is_mla(args), window_of(args.get("window_size"))
+    kind = as_text(args.get("position_embedding_type", "learned_absolute"))
+    rope = rotary_bases(args)
+    return {
+        "position_embedding_type": _positions(args, kind),
+        "rotary_base": rope[0],
+        "rotary_base_local": rope[1],
+        "rotary_percent": args.get("rotary_percent", 1.0),
+        "rotary_interleaved": bool(args.get("rotary_interleaved")) and _positions(args, kind) == "rope",
+        "no_rope_layers": no_rope_layers(args.get("no_rope_freq"), args["num_layers"]),
+        "rope_scaling": rope_scaling(args, kind, mla),
+        "yarn_told": mla or "yarn_original_max_position_embeddings" in args or "gated_linear_unit" in args,
+        "sliding_window": window,
+        "sliding_layers": sliding_layers(args.get("window_attn_skip_freq"), args["num_layers"])
+        if window
+        else (),
+        "sliding_pattern": sliding_turn(args.get("interleaved_attn_pattern")),
+    }
+
+
+def _softcaps_and_training(args: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "query_pre_attn_scalar": _query_scalar(args),
+        "attn_logit_softcapping": args.get("attn_logit_softcapping"),
+        "final_logit_softcapping": args.get("final_logit_softcapping"),
+        "init_method_std": args.get("init_method_std", 0.02),
+        "attention_dropout": args.get("attention_dropout", 0.1),
+        "hidden_dropout": args.get("hidden_dropout", 0.1),
+        "params_dtype": _dtype(args),
+    }
+
+
+def _experts(args: Mapping[str, Any]) -> dict[str, Any]:
+    experts = _first(args, "num_experts", "num_moe_experts")
+    groups = args.get("moe_router_num_groups")
+    return {
+        "num_experts": experts,
+        "moe_layers": moe_layers(args.get("moe_layer_freq", 1), args["num_layers"]) if experts else (),
+        "moe_ffn_hidden_size": args.get("moe_ffn_hidden_size") or _ffn(args),
+        "moe_router_topk": args.get("moe_router_topk", 2),
+        "moe_router_pre_softmax": bool(args.get("moe_router_pre_softmax")),
+        "moe_router_score_function": args.get("moe_router_score_function", "softmax"),
+        "moe_router_enable_expert_bias": bool(args.get("moe_router_enable_expert_bias")),
+        "moe_router_num_groups": None if groups == 1 else groups,
+        "moe_router_group_topk": None if groups in (None, 1) else args.get("moe_router_group_topk"),
+        "moe_router_topk_scaling_factor": _scale(args.get("moe_router_topk_scaling_factor")),
+        "moe_shared_expert_intermediate_size": args.get("moe_shared_expert_intermediate_size"),
+        "moe_shared_expert_gate": bool(args.get("moe_shared_expert_gate")),
+        "glu_interleave": _glu_interleave(args) if experts else None,
+    }
+
+
+def _latent_attention(args: Mapping[str, Any]) -> dict[str, Any]:
+    mla = _is_mla(args)
+    return {
+        "multi_latent_attention": mla,
+        "q_lora_rank": args.get("q_lora_rank") if mla else None,
+        "kv_lora_rank": args.get("kv_lora_rank", 32) if mla else 0,
+        "qk_head_dim": args.get("qk_head_dim", 128) if mla else 0,
+        "qk_pos_emb_head_dim": args.get("qk_pos_emb_head_dim", 64) if mla else 0,
+        "v_head_dim": args.get("v_head_dim", 128) if mla else 0,
+        "mtp_num_layers": args.get("mtp_num_layers") or 0,
+    }
+
+
+def _is_mla(args: Mapping[str, Any]) -> bool:
+    return bool(args.get("multi_latent_attention"))
+
+
+def _ffn(args: Mapping[str, Any]) -> Any:
+    return args.get("ffn_hidden_size") or 4 * args["hidden_size"]
+
+
+def _first(args: Mapping[str, Any], *names: str, default: Any = None) -> Any:
+    """The value of the first of `names` that is set: one option under the names versions gave it."""
+    return next((args[name] for name in names if args.get(name) is not None), default)
+
+
+def flat_args(args: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Newer Bridge nests the transformer's settings in the model's: both levels as one."""
+    nested = args.get("transformer")
+    return {**nested, **args} if isinstance(nested, Mapping) else args
+
+
+def as_text(value: object) -> str:
+    """A setting that may be an enum, a Bridge `{_target_: ...}` dict or a stub of a foreign class, as text."""
+    if isinstance(value, Mapping):
+        match value.get("_args_"):
+            case [first, *_] if not value.get(
+                "_partial_"
+            ):  # an enum's value, not what a function is bound to
+                return str(first)
+        return str(value.get("_target_", ""))
+    return str(getattr(value, "name", value))
+
+
+def _vocabulary(args: Mapping[str, Any]) -> int | None:
+    """Tokens; the null tokenizers have an end-of-document token beyond `--vocab-size` (null_tokenizer.py)."""
+    size = args.get("vocab_size")
+    null = str(args.get("tokenizer_type", "")).startswith("Null")
+    return size + 1 if size is not None and null else size
+
+
+def _tied(args: Mapping[str, Any]) -> bool:
+    if "share_embeddings_and_output_weights" in args:
+        return bool(args["share_embeddings_and_output_weights"])
+    return not args.get("untie_embeddings_and_output_weights", False)
+
+
+def _activation(args: Mapping[str, Any]) -> str:
+    """The activation in this tool's words; a function that no family has, under its own name.
+
+    Megatron's fused GELU and Transformer Engine's are the tanh approximation, `torch.nn.functional.gelu` is not.
+    """
+    fused = _first(args, "bias_gelu_fusion", "bias_activation_fusion", default=True)
+    gelu = "gelu" if fused or args.get("use_te_activation_func") else "gelu_erf"
+    if "gated_linear_unit" not in args:  # Megatron-LM
+        return next((name for name in ("swiglu", "quick_geglu", "squared_relu") if args.get(name)), gelu)
+    function = as_text(args.get("activation_func") or "gelu").rsplit(".", 1)[-1]
+    known = {"silu": "silu", "swish": "silu", "fast_gelu": "gelu", "openai_gelu": "gelu", "gelu": gelu}
+    function = known.get(function, function)
+    if not args["gated_linear_unit"]:
+        return function
+    return {"silu": "swiglu", "quick_gelu": "quick_geglu", "gelu": "geglu"}.get(function, f"gated {function}")
+
+
+def _positions(args: Mapping[str, Any], kind: str) -> str:
+    yarn = kind == "yarn" or args.get("enable_gpt_oss")
+    return "rope" if yarn or args.get("use_rotary_position_embeddings") else kind
+
+
+def _query_scalar(args: Mapping[str, Any]) -> float | None:
+    """`query_pre_attn_scalar`, which Bridge's Gemma 3 keeps as the softmax scale that follows from it."""
+    scalar, scale = args.get("query_pre_attn_scalar"), args.get("softmax_scale")
+    for name, number in (("query_pre_attn_scalar", scalar), ("softmax_scale", scale)):
+        if number is not None and not (isinstance(number, int | float) and number > 0):
+            raise MappingError(f"{name} {number!r} in the checkpoint's args is not a positive number")
+    if scalar is not None or scale is None:
+        return scalar
+    exact = 1.0 / scale**2
+    return float(round(exact)) if isclose(exact, round(exact), rel_tol=1e-9) else exact
+
+
+def _scale(factor: float | None) -> float | None:
+    return None if factor == 1.0 else factor
+
+
+def _glu_interleave(args: Mapping[str, Any]) -> GluInterleave | None:
+    """How the experts' fc1 rows lie; experts that are not one grouped module ignore the setting."""
+    block = args.get("moe_mlp_glu_interleave_size")
+    parts = args.get("expert_tensor_parallel_size") or 1
+    if not block or not args.get("moe_grouped_gemm", True) or args.get("moe_use_legacy_grouped_gemm"):
+        return None
+    if not (isinstance(block, int) and isinstance(parts, int) and block > 0 < parts):
+        raise MappingError(
+            f"moe_mlp_glu_interleave_size {block!r} with expert_tensor_parallel_size {parts!r} in the checkpoint's "
+            "args: both are numbers above 0"
+        )
+    return GluInterleave(block, parts)
+
+
+def _dtype(args: Mapping[str, Any]) -> str | None:
+    if args.get("bf16") or args.get("fp16"):
+        return "bfloat16" if args.get("bf16") else "float16"
+    value = args.get("params_dtype")
+    text = as_text(value) if value is not None else ""
+    return next((name for name in ("bfloat16", "float16", "float32") if name in text), None)

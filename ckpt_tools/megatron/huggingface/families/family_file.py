@@ -1,0 +1,371 @@
+"""A family of a file: what is said in it, with that of the family it is like, and whether it all goes together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckpt_tools.megatron.huggingface.config.config_fields import REQUIRED, Field
+from ckpt_tools.megatron.huggingface.config.field_values import plain_read
+from ckpt_tools.megatron.huggingface.config.ledger import arguments
+from ckpt_tools.megatron.huggingface.config.model_args import ModelArgs, frozen
+from ckpt_tools.megatron.huggingface.families.field_items import (
+    FieldWords,
+    KnownFields,
+    read_fields,
+    with_defaults,
+)
+from ckpt_tools.megatron.huggingface.families.file_places import (
+    Place,
+    Problems,
+    RuleSource,
+    perhaps,
+    texts,
+    twice,
+    typed,
+    unknown_keys,
+    written_numbers,
+)
+from ckpt_tools.megatron.huggingface.families.pieces import Names, parts_of, pieces
+from ckpt_tools.megatron.huggingface.families.rule_items import (
+    LAYER,
+    Words,
+    core_in_mtp,
+    has_mtp,
+    in_mtp,
+    read_rules,
+)
+from ckpt_tools.megatron.huggingface.mapping.checks import EMBEDDING, HEAD
+from ckpt_tools.megatron.huggingface.mapping.rules import (
+    CONDITIONS,
+    DIMENSIONS,
+    Condition,
+    Family,
+    OneOf,
+    Rule,
+    allows,
+)
+
+FAMILY_KEYS = {"family", "architecture", "model_type", "also_types", "like", "names", "fields", "defaults", "fixed",
+               "needs", "rules", "without", "mtp", "settings", "dimensions", "conditions", "ignored", "copies",
+               "unset", "plus_one", "window_turn", "published", "written"}  # fmt: skip
+SETTINGS = ModelArgs.__dataclass_fields__
+DENSE_MTP = "dense"
+NEEDED = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads", "max_position_embeddings")
+
+
+def is_whole(data: Any) -> bool:
+    """Whether a file says all of its family, and takes nothing over: its fields are a list then."""
+    return isinstance(data, Mapping) and "like" not in data and isinstance(data.get("fields"), list)
+
+
+def read_family(
+    source: RuleSource, base: Family | None, known: KnownFields | None, problems: Problems
+) -> Family | None:
+    """The family of a file, or None and the reasons why not.
+
+    `base` is the family that it is like. `known` are the fields of all families, where the file is a user's.
+    """
+    data, top = source.data, source.top
+    problems += twice(source)
+    if not isinstance(data, Mapping):
+        problems.append(f"expected a mapping @ {top}")
+        return None
+    unknown_keys(data, FAMILY_KEYS, top, problems)
+    for part in ("fields", "defaults", "fixed", "needs"):
+        problems += written_numbers(data.get(part), top / part)
+    name = typed(data, "family", str, top, problems)
+    old = base or Family("", "", (), ())
+    places: dict[tuple[str, str], Place] = {}
+    fixed, needs = (_demands(data, kind, top, places, problems) for kind in ("fixed", "needs"))
+    settings = (*old.settings, *_settings(data, needs, top / "settings", problems))
+    fields, own = _fields(data, old, needs, FieldWords(known, (*SETTINGS, *settings)), top, problems)
+    names = _names(data, top / "names", problems)
+    sizes = _dimensions(data, settings, top, problems)
+    conditions = _conditions(data, settings, top, problems)
+    words = Words(names, (*DIMENSIONS, *old.dimensions, *sizes), (*CONDITIONS, *old.conditions, *conditions))
+    carried = {name for one in fields if one not in old.fields for name in (one.hf, one.arg)}
+    family = replace(
+        old,
+        name=name,
+        like=old.name,
+        architecture=typed(data, "architecture", str, top, problems, default=old.architecture or None),
+        model_type=typed(data, "model_type", str, top, problems, default=name if base else ""),
+        also_types=texts(data.get("also_types", list(old.also_types)), top / "also_types", problems),
+        rules=_rules(data, old, needs, words, top, problems),
+        fields=fields,
+        fixed={name: value for name, value in old.fixed.items() if name not in carried} | fixed,
+        needs={name: value for name, value in old.needs.items() if name not in carried} | needs,
+        published=typed(data, "published", str, top, problems, default=old.published),
+        plus_one=typed(data, "plus_one", bool, top, problems, default=old.plus_one),
+        copies=(*old.copies, *_copies(data, names, top / "copies", problems)),
+        ignored=(*old.ignored, *_ignored(data, top / "ignored", problems)),
+        window_turn=typed(data, "window_turn", int, top, problems, default=old.window_turn),
+        unset=(*old.unset, *texts(data.get("unset", []), top / "unset", problems)),
+        written=typed(data, "written", dict, top, problems, default=dict(old.written)),
+        settings=settings,
+        dimensions={**old.dimensions, **sizes},
+        conditions={**old.conditions, **conditions},
+    )
+    problems += _contradictions(family, own, top, places)
+    problems += [
+        f"no text has <{one}> @ {top / 'names' / one}" for one in _own_names(data) if one not in names.used
+    ]
+    return family
+
+
+def _contradictions(
+    family: Family, own: set[str], top: Place, places: Mapping[tuple[str, str], Place]
+) -> list[str]:
+    """What the file says of its fields against what it demands, and what no family can do without."""
+    found = [
+        f"{name} is a field of its own, and has one value: one of both @ {at}"
+        for (kind, name), at in places.items()
+        if kind == "fixed" and name in own
+    ]
+    for one in family.fields:
+        plain = one.read is plain_read and one.default is not REQUIRED and not callable(one.default)
+        at = places.get(("needs", one.arg))
+        if one.hf in own and at and plain and not allows(family.needs[one.arg], one.default):
+            found.append(
+                f"without {one.hf} in config.json it is {one.default!r}, and needs demands "
+                f"{family.needs[one.arg]!r} @ {at}"
+            )
+    args = {one.arg for one in family.fields}
+    found += [f"no field is {one} @ {top / 'fields'}" for one in NEEDED if one not in args]
+    if not args & {"ffn_hidden_size", "moe_ffn_hidden_size", "hybrid_pattern"}:
+        found.append(f"no field is ffn_hidden_size or moe_ffn_hidden_size @ {top / 'fields'}")
+    if not any(rule.core == EMBEDDING for rule in family.rules):
+        found.append(f"no rule is that of {EMBEDDING} @ {top / 'rules'}")
+    return found
+
+
+def _demands(
+    data: Mapping[str, Any], kind: str, top: Place, places: dict[tuple[str, str], Place], problems: Problems
+) -> dict[str, Any]:
+    """Values by name, with their places; of two pieces that demand one thing, both the same."""
+    found: dict[str, Any] = {}
+    for part, place in parts_of(data.get(kind, {}), kind, top / kind, problems):
+        if not isinstance(part, Mapping):
+            problems.append(f"expected a mapping, found {part!r} @ {place}")
+            continue
+        for name, value in part.items():
+            at = places[kind, name] = place / name
+            wanted = _wanted(value, kind, name, at, problems)
+            if kind == "needs" and name not in SETTINGS and name not in arguments().changes:
+                problems.append(f"unknown setting{perhaps(name, (*SETTINGS, *arguments().changes))} @ {at}")
+            if name in found and found[name] != wanted:
+                problems.append(f"{name} is {found[name]!r} already @ {at}")
+            found[name] = wanted
+    return found
+
+
+def _wanted(value: Any, kind: str, name: object, at: Place, problems: Problems) -> Any:
+    if isinstance(value, Mapping) and value.keys() == {"one_of"}:
+        values = value["one_of"]
+        if not isinstance(values, list) or len(values) < 2:
+            problems.append(f"one_of is a list of several values @ {at}")
+            return None
+        return frozen(values) if kind == "fixed" else OneOf(frozen(values))
+    return frozen(value) if kind == "needs" and name in SETTINGS else value
+
+
+def _names(data: Mapping[str, Any], at: Place, problems: Problems) -> Names:
+    said = _own_names(data)
+    wrong = [name for name, text in said.items() if not isinstance(name, str) or not isinstance(text, str)]
+    problems += [f"expected a text @ {at / name}" for name in wrong]
+    if not isinstance(data.get("names", {}), dict):
+        problems.append(f"expected a mapping of names @ {at}")
+    return Names({name: text for name, text in said.items() if name not in wrong})
+
+
+def _own_names(data: Mapping[str, Any]) -> dict[str, str]:
+    said = data.get("names", {})
+    return said if isinstance(said, dict) else {}
+
+
+def _settings(
+    data: Mapping[str, Any], needs: Mapping[str, Any], at: Place, problems: Problems
+) -> tuple[str, ...]:
+    """Megatron's arguments that this family carries, and that `ModelArgs` has no field for."""
+    found = texts(data.get("settings", []), at, problems)
+    for i, name in enumerate(found):
+        if name in SETTINGS or name in arguments().carried:
+            problems.append(f"{name} is carried for every family @ {at / i}")
+        if name in needs:
+            problems.append(f"{name} has one value (`needs`) and is not carried: one of both @ {at / i}")
+    return found
+
+
+def _dimensions(
+    data: Mapping[str, Any], own: tuple[str, ...], top: Place, problems: Problems
+) -> dict[str, str]:
+    """Names for sizes that are settings."""
+    found, at = {}, top / "dimensions"
+    for name, setting in typed(data, "dimensions", dict, top, problems, default={}).items():
+        size = isinstance(setting, str) and (
+            setting in own or (setting in SETTINGS and "int" in str(SETTINGS[setting].type).split(" | "))
+        )
+        if name in DIMENSIONS:
+            problems.append(f"{name} is a dimension already @ {at / name}")
+        elif not size:
+            problems.append(
+                f"{setting!r} is not a setting that is a size{perhaps(setting, own)} @ {at / name}"
+            )
+        else:
+            found[name] = setting
+    return found
+
+
+def _conditions(
+    data: Mapping[str, Any], own: tuple[str, ...], top: Place, problems: Problems
+) -> dict[str, Condition]:
+    """Words for what a setting is, of the layer where it has a value for each."""
+    said = typed(data, "conditions", dict, top, problems, default={})
+    made = {
+        name: _condition(name, value, own, top / "conditions" / name, problems)
+        for name, value in said.items()
+    }
+    return {name: one for name, one in made.items() if one is not None}
+
+
+def _condition(
+    name: str, value: Any, own: tuple[str, ...], at: Place, problems: Problems
+) -> Condition | None:
+    said = {"setting": value} if isinstance(value, str) else value
+    if not isinstance(said, Mapping):
+        problems.append(f"expected a setting or a mapping, found {value!r} @ {at}")
+        return None
+    unknown_keys(said, {"setting", "is", "is_not"}, at, problems)
+    setting = typed(said, "setting", str, at, problems)
+    kind = "" if setting in own else str(SETTINGS[setting].type) if setting in SETTINGS else None
+    if name in CONDITIONS:
+        problems.append(f"{name} is a condition already @ {at}")
+    elif kind is None or any(one in kind for one in ("RopeScaling", "GluInterleave", "Mapping")):
+        near = perhaps(setting, (*SETTINGS, *own))
+        problems.append(f"unknown setting {setting!r}{near} @ {at / 'setting' if 'setting' in said else at}")
+    elif "is" in said and "is_not" in said:
+        problems.append(f"is and is_not are two conditions @ {at}")
+    else:
+        wanted = said.get("is", said.get("is_not", []))
+        return Condition(
+            setting, tuple(wanted) if isinstance(wanted, list) else (wanted,), "is_not" not in said
+        )
+    return None
+
+
+def _copies(
+    data: Mapping[str, Any], names: Names, at: Place, problems: Problems
+) -> tuple[tuple[str, str], ...]:
+    found = []
+    for part, place in parts_of(data.get("copies", []), "copies", at, problems):
+        if not isinstance(part, Mapping):
+            problems.append(f"expected a mapping of core and hf, found {part!r} @ {place}")
+            continue
+        unknown_keys(part, {"core", "hf"}, place, problems)
+        core, hf = (
+            names.fill(typed(part, key, str, place, problems), place / key, problems)
+            for key in ("core", "hf")
+        )
+        if core not in (EMBEDDING, HEAD):
+            problems.append(f"{core!r} is not {EMBEDDING} or {HEAD} @ {place / 'core'}")
+        if "{n}" not in hf:
+            problems.append(
+                f"{hf!r} is to have {{n}}: the copies are those in prediction modules @ {place / 'hf'}"
+            )
+        found.append((core, hf))
+    return tuple(found)
+
+
+def _ignored(data: Mapping[str, Any], at: Place, problems: Problems) -> tuple[str, ...]:
+    found = texts(data.get("ignored", []), at, problems)
+    for i, pattern in enumerate(found):
+        try:
+            re.compile(pattern)
+        except re.error:
+            problems.append(f"not a regular expression @ {at / i}")
+    return found
+
+
+def _fields(
+    data: Mapping[str, Any], old: Family, needs: Mapping[str, Any], words: FieldWords, top: Place,
+    problems: Problems
+) -> tuple[tuple[Field, ...], set[str]]:  # fmt: skip
+    kept = old.fields
+    if _drops_latent_attention(old, needs):
+        latent = {one.arg for one in _piece_of_fields("mla")}
+        kept = (*(one for one in kept if one.arg not in latent), *_piece_of_fields("head_dim"))
+    said = data.get("fields", {})
+    fields, own = read_fields(said, kept, old.name or "this family", words, top / "fields", problems)
+    defaults = typed(data, "defaults", dict, top, problems, default={})
+    return with_defaults(fields, defaults, top / "defaults", problems), own
+
+
+def _rules(
+    data: Mapping[str, Any],
+    old: Family,
+    needs: Mapping[str, Any],
+    words: Words,
+    top: Place,
+    problems: Problems,
+) -> tuple[Rule, ...]:
+    """The rules of `old` with the file's own, which replace those of the same parameter."""
+    without = texts(data.get("without", []), top / "without", problems)
+    taken = _plain_attention(old.rules) if _drops_latent_attention(old, needs) else old.rules
+    cores = {rule.core for rule in old.rules}
+    problems += [
+        f"no rule for {core!r} to leave out{perhaps(core, cores)} @ {top / 'without' / i}"
+        for i, core in enumerate(without)
+        if core not in cores
+    ]
+    own = read_rules(data.get("rules", []), words, top / "rules", problems)
+    if has_mtp(old.rules):
+        own += _inside_mtp(own, own)
+    replaced = {rule.core for rule in own} | {name for core in without for name in (core, core_in_mtp(core))}
+    rules = [*{(rule.core, rule.when): rule for rule in taken if rule.core not in replaced}.values(), *own]
+    dense = data.get("mtp") == DENSE_MTP
+    if dense or typed(data, "mtp", bool, top, problems, default=False):
+        layers = (words.names.fill(text, top / "mtp", problems) for text in ("<layer>", "<mtp_layer>"))
+        rules += _inside_mtp(
+            [*map(_always_dense, _without_experts(rules))] if dense else rules, rules, *layers
+        )
+    return tuple(rules)
+
+
+def _inside_mtp(layers: list[Rule], there: list[Rule], *names: str) -> list[Rule]:
+    """The rules of decoder layers for the layer inside a prediction module, which has no rule of its own yet."""
+    cores = {rule.core for rule in there}
+    made = [in_mtp(rule, *names) for rule in layers if rule.core.startswith(LAYER)]
+    return [rule for rule in made if rule.core not in cores]
+
+
+def _without_experts(rules: list[Rule]) -> Iterator[Rule]:
+    return (rule for rule in rules if "moe" not in rule.when)
+
+
+def _always_dense(rule: Rule) -> Rule:
+    """A rule of dense layers for one that is dense whatever the layer before it is."""
+    return replace(rule, when=tuple(word for word in rule.when if word != "dense"))
+
+
+def _drops_latent_attention(old: Family, needs: Mapping[str, Any]) -> bool:
+    return bool(old.needs.get("multi_latent_attention")) and needs.get("multi_latent_attention") is False
+
+
+def _plain_attention(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """The rules with common attention in place of latent attention, in prediction modules too."""
+    latent, plain = _piece_of_rules("mla"), _piece_of_rules("self_attention", "qk_norm")
+    if has_mtp(rules):
+        latent, plain = ([*part, *map(in_mtp, part)] for part in (latent, plain))
+    return (*(rule for rule in rules if rule not in latent), *plain)
+
+
+def _piece_of_rules(*names: str) -> list[Rule]:
+    words = Words(Names({}), DIMENSIONS, tuple(CONDITIONS))
+    return read_rules(list(names), words, pieces().top / "rules", [])
+
+
+def _piece_of_fields(name: str) -> tuple[Field, ...]:
+    return read_fields([name], (), "", FieldWords(), pieces().top / "fields", [])[0]

@@ -1,0 +1,359 @@
+"""Low-rank adapters (LoRA) as PEFT directories hold them: `adapter_config.json` and `adapter_model.safetensors`.
+
+Names are those of the model's modules behind `base_model.model.` (peft utils/save_and_load.py)::
+
+    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight      (rank, in)
+    base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight      (out, rank)
+    base_model.model.model.embed_tokens.lora_embedding_A                (rank, rows); _B (hidden, rank)
+    base_model.model.lm_head.weight                                     trained whole (`modules_to_save`, biases)
+
+What is added to a weight is ``scale * (B @ A)``, turned for the (in, out) weights of GPT-2 (`fan_in_fan_out`) and for
+embeddings; scale is `lora_alpha` / r, or / sqrt(r) (`use_rslora`), a module's own by `alpha_pattern`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
+from ckpt_tools.megatron.adapters import is_finite_number
+from ckpt_tools.megatron.huggingface.lora.peft_places import ADAPTER_CONFIG, PLACE_FIELDS, Places, read_places
+from ckpt_tools.megatron.huggingface.mapping.checks import Spec
+from ckpt_tools.model.catalog import Catalog, Made, TensorEntry, Value, made_entry
+from ckpt_tools.model.dtypes import CASTABLE
+from ckpt_tools.model.kernels.low_rank import AddLowRank
+from ckpt_tools.model.views import Permute, Source, View
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+BEFORE = " without its adapter"  # the key of a stored weight that an adapter is added to
+_FACTOR = re.compile(
+    r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?:\.default)?(?:\.weight)?"
+)
+_OTHER = re.compile(
+    r"(?:^|\.)(?:lora_|ia3_|hada_|lokr_|oft_|boft_|vera_|adapter|prompt|token_adapter|trainable_tokens)"
+)
+# Fields of adapter_config.json that say nothing about what is added, or are read below.
+_READ = frozenset({
+    "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out",
+    "init_lora_weights", "ensure_weight_tying", *PLACE_FIELDS,
+})  # fmt: skip
+_WITHOUT_PART = frozenset({
+    "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config",
+    "inference_mode", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core",
+    "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
+})  # fmt: skip
+_REFUSED = {
+    "use_dora": "DoRA scales every row of the merged weight",
+    "use_qalora": "QALoRA adds to groups of inputs",
+    "use_bdlora": "its matrices are block-diagonal",
+    "lora_bias": "B has a bias",
+    "layer_replication": "the model has other layers than its base",
+    "trainable_token_indices": "single rows of the embedding were trained",
+    "target_parameters": "parameters inside modules were adapted (experts as one tensor)",
+    "alora_invocation_tokens": "it acts only after its invocation tokens, so that nothing can be merged",
+}
+_CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_SIMPLE_PATTERN = re.compile(r"\^?(?:[\w-]|\\?\.|\.\*)+\$?")
+_MAX_WILDCARDS = 3
+MERGE_WITH_PEFT = (
+    "`PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(DIR)` of peft merges it"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PeftSettings:
+    """What adapter_config.json says of scales and shapes."""
+
+    rank: int
+    alpha: float
+    rslora: bool = False
+    ranks: Mapping[str, int] = field(default_factory=dict)  # by a pattern of module names
+    alphas: Mapping[str, float] = field(default_factory=dict)
+    turned: bool = False  # weights are (in, out)
+    keeps_tie: bool = False  # the head of a tied model was trained as one with the embedding
+    places: Places = field(default_factory=Places)
+
+    def scale(self, module: str, rank: int) -> float:
+        """What the product of a module's matrices of this rank is multiplied with.
+
+        Raises:
+            MappingError: its rank is another one.
+        """
+        wanted = _by_pattern(self.ranks, module, self.rank)
+        if rank != wanted:
+            raise MappingError(f"its rank is {rank}; {ADAPTER_CONFIG} says {wanted}")
+        alpha = float(_by_pattern(self.alphas, module, self.alpha))
+        return alpha / math.sqrt(rank) if self.rslora else alpha / rank
+
+
+@dataclass(frozen=True, slots=True)
+class WithAdapter:
+    """A model's tensors with an adapter's parts added; `types` are those of tensors that it replaces."""
+
+    catalog: Catalog
+    parts: frozenset[str] = frozenset()  # keys of stored tensors that others are made of
+    types: Mapping[str, str] = field(default_factory=dict)
+    merged: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
+    unproven: tuple[str, ...] = ()  # what could not be told of the places that adapter_config.json names
+
+    def specs(self, base: Mapping[str, Spec]) -> dict[str, Spec]:
+        """Type and shape of every tensor of the model, which are those of its base."""
+        there = {name: spec for name, spec in base.items() if name not in self.parts}
+        return there | {
+            name: Spec(dtype, self.catalog.tensors[name].shape) for name, dtype in self.types.items()
+        }
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        found = [f"an adapter was added to {len(self.merged):,} tensors, in float64 and rounded once"]
+        if self.replaced:
+            found.append(f"taken from the adapter, which holds them whole: {', '.join(self.replaced)}")
+        return (*found, *self.unproven)
+
+
+def read_peft_settings(config: Any) -> PeftSettings:
+    """What adapter_config.json says.
+
+    Raises:
+        UnsupportedCheckpointError: another method than LoRA, or a variant that is not merged; it is named.
+        MappingError: numbers without which nothing can be merged are missing.
+    """
+    if not isinstance(config, Mapping):
+        raise UnsupportedCheckpointError(f"{ADAPTER_CONFIG} is not an object: {config!r:.40}")
+    if config.get("peft_type") != "LORA":
+        found = config.get("peft_type")
+        raise UnsupportedCheckpointError(
+            f"{ADAPTER_CONFIG}: peft_type is {found!r}; LORA is merged. {MERGE_WITH_PEFT}"
+        )
+    problems = [f"{name} is {config[name]!r}: {why}" for name, why in _REFUSED.items() if config.get(name)]
+    known = _READ | _WITHOUT_PART | _REFUSED.keys()
+    problems += [
+        f"{name} is {value!r}: not known" for name, value in config.items() if value and name not in known
+    ]
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGED_BASE):
+        problems.append(
+            f"init_lora_weights is {start!r}: the adapter belongs to a changed base. Save it with "
+            "path_initial_model_for_weight_conversion, which makes it one of the original"
+        )
+    if problems:
+        raise UnsupportedCheckpointError(
+            f"{ADAPTER_CONFIG}: not merged here. {MERGE_WITH_PEFT}:\n" + list_problems(problems), problems
+        )
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or rank < 1:
+        raise MappingError(f"{ADAPTER_CONFIG}: r is {rank!r}; a whole number above 0 is expected")
+    if not is_finite_number(alpha):
+        raise MappingError(f"{ADAPTER_CONFIG}: lora_alpha is {alpha!r}; a number is expected")
+    return PeftSettings(
+        rank,
+        alpha,
+        bool(config.get("use_rslora")),
+        _patterns(config, "rank_pattern"),
+        _patterns(config, "alpha_pattern"),
+        bool(config.get("fan_in_fan_out")),
+        bool(config.get("ensure_weight_tying")),
+        read_places(config),
+    )
+
+
+def _patterns(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = config.get(name) or {}
+    if not isinstance(found, Mapping) or not all(map(is_finite_number, found.values())):
+        raise MappingError(f"{ADAPTER_CONFIG}: {name} is {found!r}; numbers by module names are expected")
+    odd = [p for p in found if not _SIMPLE_PATTERN.fullmatch(p) or p.count("*") > _MAX_WILDCARDS]
+    if odd:
+        raise UnsupportedCheckpointError(
+            f"{ADAPTER_CONFIG}: {name} has patterns that are not looked up here; names with .* are: {odd[:4]}"
+        )
+    return dict(found)
+
+
+def _by_pattern(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
+    """The value of the first pattern that the end of a module's name fits (peft utils/other.py `get_pattern_key`)."""
+    return next((v for p, v in patterns.items() if re.match(rf"(.*\.)?({p})$", module)), otherwise)
+
+
+class _Matrices(NamedTuple):
+    """A and B of a module as stored."""
+
+    a: TensorEntry
+    b: TensorEntry
+    is_embedding: bool
+
+
+def with_adapter(
+    base: Catalog, adapter: Catalog, settings: PeftSettings, shared: tuple[str, str] | None
+) -> WithAdapter:
+    """The tensors of `base`, under their names, with the adapter's parts added.
+
+    Tensors of `adapter` have the keys of their file; its entries keep their own keys. `shared` names embedding and
+    head of a model that ties them. An adapter that holds both whole leaves both, for their bytes to be compared.
+
+    Raises:
+        MappingError: adapters or tensors that have no place in the base, or another shape; all are named.
+        UnsupportedCheckpointError: tensors of another kind of adapter.
+    """
+    modules, whole = _sorted_out(adapter, base)
+    problems = [
+        f"{name}: the base has no such tensor"
+        for name in (*modules, *whole)
+        if name not in base.tensors and name not in (shared or ())
+    ]
+    misplaced, unproven = settings.places.check(_adapted(adapter, base), whole, base.tensors)
+    problems += misplaced
+    problems += _broken_tie(modules, whole, settings, shared)
+    problems += [
+        f"{name}: A and B are matrices, not {m.a.shape} and {m.b.shape}"
+        for name, m in modules.items()
+        if not len(m.a.shape) == len(m.b.shape) == 2
+    ]
+    there = {
+        name: m
+        for name, m in modules.items()
+        if name in base.tensors and len(m.a.shape) == len(m.b.shape) == 2
+    }
+    square_turned = _square_turned(there, base, settings, problems)
+    tensors, types = dict(base.tensors), {}
+    for name, entry in whole.items():
+        if name in base.tensors and entry.shape != base.tensors[name].shape:
+            problems.append(
+                f"{name} has shape {entry.shape} in the adapter, {base.tensors[name].shape} in the base"
+            )
+        tensors[name] = replace(entry, key=name)
+        types[name] = base.tensors[name].dtype if name in base.tensors else entry.dtype
+    for name, matrices in there.items():
+        stored, dtype = tensors[name], base.tensors[name].dtype
+        try:
+            made = _made(name, dtype, stored, matrices, settings, _is_turned(stored, matrices, square_turned))
+        except (MappingError, ValueError) as error:
+            problems.append(f"{name}: {error}")
+            continue
+        tensors[name], tensors[name + BEFORE] = made_entry(name, made), replace(stored, key=name + BEFORE)
+    if problems:
+        raise MappingError("the adapter does not fit the base:\n" + list_problems(problems), problems)
+    parts = frozenset(
+        {*(name + BEFORE for name in there), *(m.key for pair in there.values() for m in pair[:2])}
+    )
+    tensors |= {m.key: m for pair in there.values() for m in pair[:2]}
+    return WithAdapter(replace(base, tensors=tensors), parts, types, tuple(there), tuple(whole), unproven)
+
+
+def _broken_tie(
+    modules: Collection[str], whole: Collection[str], settings: PeftSettings, shared: tuple[str, str] | None
+) -> list[str]:
+    """Why embedding and head of a tied model are not one weight once the adapter is merged.
+
+    Held whole, both are compared later; with `ensure_weight_tying` the head may be left to the embedding. peft adds
+    the matrices of both to the one weight, and so twice, which is not what was trained.
+    """
+    if shared is None:
+        return []
+    changed = [name for name in shared if name in modules or name in whole]
+    one_weight = changed in ([], list(shared)) or (settings.keeps_tie and changed == [shared[0]])
+    if one_weight and not any(name in modules for name in changed):
+        return []
+    return [
+        f"{' and '.join(changed)} was trained, but {' and '.join(shared)} are one weight (tie_word_embeddings, in "
+        "config.json or by the model's class), and the merged ones would differ. Save the base with "
+        "tie_word_embeddings false and a head of its own; then the adapter can be merged"
+    ]
+
+
+def _sorted_out(adapter: Catalog, base: Catalog) -> tuple[dict[str, _Matrices], dict[str, TensorEntry]]:
+    """The adapter's matrices by the weight they are added to, and what it holds whole, by their names in the base.
+
+    Raises:
+        UnsupportedCheckpointError, MappingError: another kind of adapter, or half of one.
+    """
+    found: dict[tuple[str, bool], dict[str, TensorEntry]] = {}
+    whole, odd = {}, []
+    for key, entry in adapter.tensors.items():
+        name = key.removeprefix(PREFIX)
+        match = _FACTOR.fullmatch(name)
+        if match:
+            weight = _in_base(f"{match['module']}.weight", base)
+            found.setdefault((weight, bool(match["embedding"])), {})[match["side"]] = entry
+        elif _OTHER.search(name):
+            odd.append(key)
+        else:
+            whole[_in_base(name.replace(".base_layer.", ".").replace(".modules_to_save.", "."), base)] = entry
+    if odd:
+        raise UnsupportedCheckpointError(
+            f"tensors that are not LoRA's A and B (DoRA, or a bias of B, or another method). {MERGE_WITH_PEFT}:\n"
+            + list_problems(odd[:8]),
+            odd[:8],
+        )
+    halves = [
+        f"{name}: only lora_{next(iter(sides))} is there"
+        for (name, _), sides in found.items()
+        if len(sides) < 2
+    ]
+    if halves or not (found or whole):
+        raise MappingError(
+            "the adapter is not whole:\n" + list_problems(halves or ["it holds no tensors"]),
+            halves or ["it holds no tensors"],
+        )
+    return {name: _Matrices(s["A"], s["B"], embedding) for (name, embedding), s in found.items()}, whole
+
+
+def _adapted(adapter: Catalog, base: Catalog) -> dict[str, str]:
+    """The weight for every adapted module by the adapter's own name, which is what adapter_config.json means."""
+    matches = (_FACTOR.fullmatch(key.removeprefix(PREFIX)) for key in adapter.tensors)
+    modules = [match["module"] for match in matches if match]
+    return {module: _in_base(f"{module}.weight", base) for module in modules}
+
+
+def _in_base(name: str, base: Catalog) -> str:
+    """What the base calls a tensor: those saved from a bare model lack `model.`."""
+    bare = name.removeprefix("model.")
+    return bare if name not in base.tensors and bare in base.tensors else name
+
+
+def _square_turned(
+    modules: Mapping[str, _Matrices], base: Catalog, settings: PeftSettings, problems: list[str]
+) -> bool:
+    """Whether square weights are (in, out): the other shapes tell, and where there are none adapter_config.json."""
+    linears = {name: (m.b.shape[0], m.a.shape[-1]) for name, m in modules.items() if not m.is_embedding}
+    told = {
+        base.tensors[name].shape == shape[::-1] for name, shape in linears.items() if shape[0] != shape[1]
+    }
+    square = [name for name, shape in linears.items() if shape[0] == shape[1]]
+    if len(told) > 1 and square:
+        problems.append(f"{square[0]}: some weights are (in, out), others (out, in), and this one is square")
+    return told.pop() if len(told) == 1 else settings.turned
+
+
+def _is_turned(stored: TensorEntry, matrices: _Matrices, square_turned: bool) -> bool:
+    a, b, is_embedding = matrices
+    if is_embedding or b.shape[0] == a.shape[-1]:
+        return is_embedding or square_turned
+    return stored.shape == (a.shape[-1], b.shape[0])
+
+
+def _made(
+    name: str, dtype: str, stored: TensorEntry, matrices: _Matrices, settings: PeftSettings, turned: bool
+) -> Made:
+    """How the merged weight, of type `dtype`, is computed from the stored one."""
+    a, b, _ = matrices
+    wrong = [e.key for e in (stored, a, b) if e.dtype not in CASTABLE]
+    if wrong:
+        raise MappingError(f"not plain floating-point numbers: {', '.join(wrong)}")
+    scale = settings.scale(name.removesuffix(".weight"), a.shape[0])
+    left, right = (a, b) if turned else (b, a)
+    turn: View = (Permute((1, 0)),) if turned else ()
+    values = (_wide(stored, name + BEFORE, ()), _wide(left, left.key, turn), _wide(right, right.key, turn))
+    made = Made(AddLowRank(dtype, scale, (left.key, right.key)), values)
+    made.kernel.form([value.form for value in values])
+    return made
+
+
+def _wide(entry: TensorEntry, key: str, view: View) -> Value:
+    shape = entry.shape[::-1] if view else entry.shape
+    return Value("float64" if entry.dtype == "float64" else "float32", shape, (Source(key, view),))

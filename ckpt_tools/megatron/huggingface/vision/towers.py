@@ -1,0 +1,311 @@
+"""The language model inside a vision-language model, as a model of its own, and put back.
+
+A tower is told by config.json's `text_config` and the prefix of its tensors' names, of which three are in use::
+
+    model.language_model.layers.0...   lm_head.weight                  as transformers has the modules
+    language_model.model.layers.0...   language_model.lm_head.weight   files of Gemma 3 and Mistral 3
+    model.layers.0...                  lm_head.weight                  files of Qwen2.5-VL, beside `visual.`
+
+For tokens of text alone, multimodal rotary embedding (M-RoPE) gives each of its sections the same position, and is
+the plain one: what it says beyond that stays in config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.megatron.huggingface.families.families import FAMILIES, Families
+from ckpt_tools.megatron.huggingface.mapping.checks import Spec
+from ckpt_tools.megatron.huggingface.mapping.rules import Family
+from ckpt_tools.megatron.huggingface.vision.vision_language import (
+    VISION,
+    VisionLanguage,
+    vision_language,
+    vision_language_types,
+)
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+TEXT, QUANTIZED, TIED, TYPE = "text_config", "quantization_config", "tie_word_embeddings", "model_type"
+EXPERTS_OF = "qwen3_vl_moe_text"
+GATE_UP, DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
+MROPE = ("mrope_section", "mrope_interleaved")
+ROPES = ("rope_scaling", "rope_parameters")
+DTYPES = ("torch_dtype", "dtype")
+
+
+class Spelling(NamedTuple):
+    """How a directory names the language model's tensors."""
+
+    prefix: str  # before `layers.`; `model.` in a language model of its own
+    head: str
+
+
+SPELLINGS = (
+    Spelling("model.language_model.", HEAD),
+    Spelling("language_model.model.", f"language_model.{HEAD}"),
+    Spelling("model.", HEAD),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """The language model inside: its config.json, and its tensors' names by those of a model of its own.
+
+    `others` are the tensors of the other towers. `by_rows`: transformers 5 stores experts as it holds them, with the
+    rows of a linear first; files of transformers 4 have the columns first.
+    """
+
+    config: Mapping[str, Any]
+    spelling: Spelling
+    names: Mapping[str, str]
+    others: tuple[str, ...]
+    by_rows: bool = False
+
+    def name_of(self, name: str) -> str:
+        """What the directory calls a tensor of the language model."""
+        if name == HEAD:
+            return self.spelling.head
+        return self.spelling.prefix + name.removeprefix("model.")
+
+    def families(self, known: Mapping[str, Family]) -> Mapping[str, Family]:
+        """The families with experts as this directory has them."""
+        if not self.by_rows or not isinstance(known, Families) or known.own is not None:
+            return known
+        family = FAMILIES[EXPERTS_OF]
+        rules = tuple(replace(r, layout="same") if r.layout == "transposed" else r for r in family.rules)
+        return Families(replace(family, rules=rules))
+
+
+def vision_language_of(config: Mapping[str, Any]) -> VisionLanguage:
+    """The kind of vision-language model that config.json describes.
+
+    Raises:
+        MappingError: it describes another model.
+    """
+    kind = config.get(TYPE)
+    if kind not in vision_language_types():
+        raise MappingError(
+            f"config.json has model_type {kind!r}; the vision-language models that are known are "
+            f"{', '.join(vision_language_types())}"
+        )
+    return vision_language(str(kind))
+
+
+def language_tower(config: Mapping[str, Any], tensors: Mapping[str, Spec], tied: bool | None = None) -> Tower:
+    """The language model inside the vision-language model that config.json describes.
+
+    Args:
+        tensors: those of its directory; without any, names are those of the released files.
+        tied: whether the head of the checkpoint is the embedding, where the tensors are not there to tell.
+
+    Raises:
+        MappingError: it describes another one, it contradicts `tied` or itself, or tensors belong neither to the
+            language model nor to the other towers.
+    """
+    wrapper = vision_language_of(config)
+    kind = wrapper.name
+    text = _text(config, wrapper)
+    if text.get(TYPE) != wrapper.language:
+        raise MappingError(
+            f"the language model inside a {kind} is {wrapper.language}, text_config has model_type "
+            f"{text.get(TYPE)!r}"
+        )
+    spelling = _spelling(tensors, wrapper)
+    names = {_bare(name, spelling): name for name in tensors if _is_inside(name, spelling, wrapper)}
+    rest = [name for name in tensors if not _is_inside(name, spelling, wrapper)]
+    strange = [name for name in rest if not _is_of(name, wrapper)]
+    if strange:
+        raise MappingError(
+            f"{len(strange)} tensors belong neither to the language model ({spelling.prefix}) nor to the other "
+            f"modules of a {kind} ({', '.join(wrapper.modules)}):\n{list_problems(strange)}",
+            strange,
+        )
+    is_tied = _is_tied(config, text, HEAD in names) if tied is None else _as_stored(config, text, tied)
+    text = {key: value for key, value in text.items() if key != TIED}
+    if is_tied is not None:
+        text[TIED] = is_tied
+    by_rows = text[TYPE] == EXPERTS_OF and _is_by_rows(
+        text, {name: tensors[own] for name, own in names.items()}
+    )
+    return Tower(_with_plain_rope(text), spelling, names, tuple(rest), by_rows)
+
+
+def absent_modules(config: Mapping[str, Any], tower: Tower) -> tuple[str, ...]:
+    """The other modules of the whole model of which there is no tensor."""
+    there = {_module(name) for name in tower.others}
+    return tuple(name for name in vision_language_of(config).modules if name not in there)
+
+
+def left_out_notes(tower: Tower) -> tuple[str, ...]:
+    """What an import says of the rest of the model, and of positions."""
+    counts: dict[str, int] = {}
+    for name in tower.others:
+        counts[_module(name)] = counts.get(_module(name), 0) + 1
+    parts = ", ".join(f"{count} of {module}" for module, count in sorted(counts.items())) or "none"
+    return (f"the language model alone: {len(tower.others)} tensors of other towers are left out ({parts})",)
+
+
+def mrope_section(config: Mapping[str, Any]) -> Any:
+    """The sections of multimodal positions, None without."""
+    text = config.get(TEXT) or config
+    ropes = [text.get(name) for name in ROPES]
+    sections = (rope.get("mrope_section") for rope in ropes if isinstance(rope, Mapping))
+    return next((one for one in sections if one is not None), None)
+
+
+def mrope_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """What an import says of multimodal positions."""
+    section = mrope_section(config)
+    if section is None:
+        return ()
+    return (
+        f"positions of text alone: M-RoPE (sections {section}) is the plain rotary embedding there, and the "
+        "checkpoint says rope",
+    )
+
+
+def whole_config(config: Mapping[str, Any], tower: Tower, exported: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of the whole model for a language model that `exported` describes.
+
+    That is the one there was, but for what a checkpoint may say otherwise: the size of the vocabulary, and the type.
+    """
+    dtype = next((tower.config[key] for key in DTYPES if key in tower.config), None)
+    said = {"vocab_size": tower.config.get("vocab_size"), **dict.fromkeys(DTYPES, dtype)}
+    now = {"vocab_size": exported["vocab_size"], **dict.fromkeys(DTYPES, exported["torch_dtype"])}
+    found = {
+        name: value for name, value in config.items() if name != QUANTIZED
+    }  # that of the reference's weights
+    text = found if config.get(TEXT) is None else dict(config[TEXT])
+    if text is not found:
+        found[TEXT] = text
+    changed = {key: value for key, value in now.items() if value != said[key]}
+    for place in (found, text):  # some fields are repeated outside
+        place |= {key: value for key, value in changed.items() if key in place}
+    if "vocab_size" in changed:  # which may have been the class's own
+        text["vocab_size"] = changed["vocab_size"]
+    if not tower.names:  # no directory's weights go by it, and releases of transformers ask in either place
+        found[TIED] = text[TIED] = tower.config[TIED]
+    return found
+
+
+def _text(config: Mapping[str, Any], wrapper: VisionLanguage) -> dict[str, Any]:
+    """The language model's config.json."""
+    text = config.get(TEXT)
+    if isinstance(text, Mapping):
+        found = {TYPE: wrapper.language, **wrapper.defaults, **text}
+    elif wrapper.flat and text is None:
+        others = {VISION, "image_token_id", "video_token_id", "vision_start_token_id",
+                  "vision_end_token_id", "vision_token_id"}  # fmt: skip
+        found = {key: value for key, value in config.items() if key not in others} | {TYPE: wrapper.language}
+    else:
+        raise MappingError(f"config.json of a {config.get(TYPE)} has no {TEXT}")
+    if config.get(QUANTIZED):
+        found[QUANTIZED] = config[QUANTIZED]
+    if not found.keys() & set(DTYPES):
+        found["torch_dtype"] = next((config[key] for key in DTYPES if config.get(key) is not None), None)
+    return found
+
+
+def _with_plain_rope(text: dict[str, Any]) -> dict[str, Any]:
+    """The config.json with the rotary embedding that text alone has."""
+    for name in ROPES:
+        rope = text.get(name)
+        if isinstance(rope, Mapping):
+            kept = {key: value for key, value in rope.items() if key not in MROPE}
+            text[name] = {key: "default" if value == "mrope" else value for key, value in kept.items()}
+    return text
+
+
+def _spelling(tensors: Mapping[str, Spec], wrapper: VisionLanguage) -> Spelling:
+    for one in SPELLINGS:
+        if not tensors and one.prefix == wrapper.spelling:
+            return one
+        if one.prefix + EMBEDDING.removeprefix("model.") in tensors:
+            return one
+    tried = ", ".join(one.prefix + EMBEDDING.removeprefix("model.") for one in SPELLINGS)
+    problem = f"no tensor is the embedding of a language model; expected one of {tried}"
+    raise MappingError(problem, [problem])
+
+
+def _module(name: str) -> str:
+    """The module beside the language model that a tensor belongs to."""
+    return name.removeprefix("model.").partition(".")[0]
+
+
+def _is_of(name: str, wrapper: VisionLanguage) -> bool:
+    return _module(name) in wrapper.modules
+
+
+def _is_inside(name: str, spelling: Spelling, wrapper: VisionLanguage) -> bool:
+    return name == spelling.head or (name.startswith(spelling.prefix) and not _is_of(name, wrapper))
+
+
+def _bare(name: str, spelling: Spelling) -> str:
+    return HEAD if name == spelling.head else "model." + name.removeprefix(spelling.prefix)
+
+
+def _is_tied(config: Mapping[str, Any], text: Mapping[str, Any], has_head: bool) -> bool | None:
+    """Whether the head is the embedding; None: as the class of the language model has it.
+
+    Versions of transformers say it outside of text_config, inside, or nowhere; a default of theirs inside may
+    contradict what holds. So a stored head stays one unless nothing denies that it is shared. Without a head, a model
+    shares it where one place says so.
+
+    Raises:
+        MappingError: there is no head, and one place says that it has one, the other not.
+    """
+    outer, inner = _said(config, text)
+    if has_head:
+        return True in (outer, inner) and False not in (outer, inner)
+    if outer is False and inner is True:
+        raise MappingError(
+            f"config.json has {TIED} false, and true in {TEXT}, and there is no {HEAD}: releases of transformers "
+            "would make it the embedding or a new one"
+        )
+    return True if True in (outer, inner) else False if False in (outer, inner) else None
+
+
+def _said(config: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[Any, Any]:
+    """`tie_word_embeddings` outside of text_config, and inside; None where it is not said."""
+    return config.get(TIED), text.get(TIED) if config.get(TEXT) else None
+
+
+def _as_stored(config: Mapping[str, Any], text: Mapping[str, Any], tied: bool) -> bool:
+    """`tied`, which the checkpoint tells.
+
+    Raises:
+        MappingError: config.json says otherwise, outside of text_config or, where it is silent there, inside.
+    """
+    outer, inner = _said(config, text)
+    said = inner if outer is None else outer
+    if said is not None and bool(said) != tied:
+        raise MappingError(
+            f"config.json has {TIED} {str(bool(said)).lower()}, and the checkpoint "
+            + ("shares its output layer with the embedding" if tied else "has an output layer of its own")
+        )
+    return tied
+
+
+def _is_by_rows(text: Mapping[str, Any], tensors: Mapping[str, Spec]) -> bool:
+    """Whether experts are stored with the rows of a linear first, which most of them fit.
+
+    At most one of the two tensors of a layer is square and fits either, and the other tells.
+
+    Raises:
+        MappingError: config.json does not say their sizes.
+    """
+    hidden, ffn = text.get("hidden_size"), text.get("moe_intermediate_size")
+    if not isinstance(hidden, int) or not isinstance(ffn, int):
+        raise MappingError(f"text_config has hidden_size {hidden!r} and moe_intermediate_size {ffn!r}")
+    stored = [
+        (spec.shape[1:], shape)
+        for name, spec in tensors.items()
+        for suffix, shape in ((GATE_UP, (2 * ffn, hidden)), (DOWN, (hidden, ffn)))
+        if name.endswith(suffix)
+    ]
+    return sum(found == shape for found, shape in stored) > sum(
+        found == shape[::-1] for found, shape in stored
+    )

@@ -1,0 +1,219 @@
+"""Vision-language models as data: the language model inside, and rules for the modules beside it.
+
+A file of `model_files` for each, by its model_type::
+
+    family: mymodel_vl            # its model_type
+    architecture: MyForConditionalGeneration
+    language: mymodel_vl_text     # model_type of text_config, by which the family of the language model is known
+    alone: mymodel                # the family that the language model is as a model of its own
+    modules: [visual]             # those beside the language model, as config.json's class has them
+    spelling: model.language_model.   # before `layers.` in the released files
+    flat: true                    # config.json may have no text_config, its fields beside those of the towers
+    defaults: {hidden_size: 64}   # what the class of text_config takes for fields that the released files leave out
+    vision: {depth: 2, heads: 4}  # the same of vision_config, `whole` of config.json itself
+    names: {visual: [visual., model.visual.]}  # what `<visual>` in `hf` stands for: the released files' first
+    core_names: {tower: [tower.model., tower.]}  # the same in `core`: Megatron-Bridge's first
+    sizes: {ffn: intermediate_size, qkv: [3, hidden_size]}  # of vision_config, or `language.` or `whole.` of the
+                                  # others: a field, a number, `A // B`, or the product of several
+    layers: {l: depth}            # how often rules with {l} are repeated: a field that is a number or a list
+    conditions: {head: vision_use_head}  # words for `when`: fields that are true
+    rules:                        # those of a rule file (rulefile.py), and whole modules of the same tensors
+      - module: {core: visual., hf: <visual>}
+        tensors: {'blocks.{l}.norm.weight': [ffn]}
+    like: mymodel2_vl             # takes over what is not said
+
+Without rules no program is known that trains all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ckpt_tools.errors import CkptError, MappingError, list_problems
+from ckpt_tools.megatron.huggingface.config.numbers import MAX_LAYERS, MAX_SIZE
+from ckpt_tools.megatron.huggingface.families.file_places import Problems, RuleSource, parse_rule_source
+from ckpt_tools.megatron.huggingface.families.pieces import Names
+from ckpt_tools.megatron.huggingface.families.rule_items import Words, read_rules
+from ckpt_tools.megatron.huggingface.mapping.rules import SMALLEST, Pair, Rule, pairs_of
+
+FOLDER = Path(__file__).parent / "model_files"
+VISION = "vision_config"
+Spellings: TypeAlias = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VisionLanguage:
+    """A vision-language model by its model_type; the fields are the words of its file."""
+
+    name: str
+    architecture: str
+    language: str
+    alone: str
+    modules: tuple[str, ...]
+    spelling: str
+    flat: bool
+    defaults: Mapping[str, Any]
+    given: Mapping[str, Mapping[str, Any]]  # what classes take, of the parts `vision` and `whole`
+    spelled: Spellings
+    sizes: Mapping[str, Any]
+    layers: Mapping[str, str]
+    conditions: Mapping[str, str]
+    rules: tuple[Rule, ...] = field(default=())
+
+
+@cache
+def vision_language_types() -> tuple[str, ...]:
+    """The model types that are known."""
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
+
+
+@cache
+def vision_language(model_type: str) -> VisionLanguage:
+    """The model of a known type."""
+    source = _source(model_type)
+    data = _whole(source)
+    core, names = ({k: tuple(v) for k, v in data.get(key, {}).items()} for key in ("core_names", "names"))
+    problems = Problems()
+    words = Words(
+        Names({name: spelled[0] for name, spelled in (core | names).items()}),
+        tuple(data.get("sizes", {})),
+        tuple(data.get("conditions", {})),
+        frozenset(data.get("layers", {})),
+    )
+    rules = read_rules(list(_items(data.get("rules", []))), words, source.top / "rules", problems)
+    if problems:
+        raise CkptError(f"{FOLDER / model_type}.yaml:\n{list_problems(problems)}", problems)
+    return VisionLanguage(
+        model_type,
+        data["architecture"],
+        data["language"],
+        data["alone"],
+        tuple(data["modules"]),
+        data.get("spelling", "model."),
+        data.get("flat", False),
+        data.get("defaults", {}),
+        {part: data.get(part, {}) for part in ("vision", "whole")},
+        tuple(names.values()),
+        data.get("sizes", {}),
+        data.get("layers", {}),
+        data.get("conditions", {}),
+        tuple(replace(rule, also=_others(rule.core, core.values())) for rule in rules),
+    )
+
+
+def _source(model_type: str) -> RuleSource:
+    path = FOLDER / f"{model_type}.yaml"
+    return parse_rule_source(path.read_bytes(), path.name, ours=True)
+
+
+def _whole(source: RuleSource) -> dict[str, Any]:
+    """What a file says, with what it takes over."""
+    data: dict[str, Any] = source.data
+    return data if "like" not in data else _whole(_source(data["like"])) | data
+
+
+def _items(said: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Rules, those of modules one by one."""
+    for item in said:
+        if "module" not in item:
+            yield item
+            continue
+        module, when = item["module"], item.get("when", [])
+        for leaf, shape in item["tensors"].items():
+            yield {"core": module["core"] + leaf, "hf": module["hf"] + leaf, "shape": shape, "when": when}
+
+
+def _others(name: str, spellings: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """The further spellings of a name."""
+    return tuple(
+        other + name.removeprefix(first)
+        for first, *others in spellings
+        if name.startswith(first)
+        for other in others
+    )
+
+
+def tower_pairs(
+    kind: VisionLanguage, config: Mapping[str, Any], language: Mapping[str, Any], present: Iterable[str]
+) -> list[Pair]:
+    """All pairs of the modules beside the language model.
+
+    Args:
+        config: config.json of the whole model.
+        language: that of the language model inside.
+        present: the tensors of a directory, which tell how it spells them.
+
+    Raises:
+        MappingError: vision_config is missing, or a field of it is not a size.
+    """
+    parts = {"vision": config.get(VISION), "whole": config, "language": language}
+    if not isinstance(parts["vision"], Mapping):
+        raise MappingError(f"config.json of a {kind.name} has no {VISION}")
+    fields = Fields(
+        {part: {**kind.given.get(part, {}), **said} for part, said in parts.items() if said is not None}
+    )
+    sizes = {name: fields.size(said) for name, said in kind.sizes.items()}
+    counts = {letter: fields.count(said) for letter, said in kind.layers.items()}
+    spelled = _spelled_in(kind, frozenset(present))
+    found: list[Pair] = []
+    for rule in kind.rules:
+        if all(fields.value(kind.conditions[word]) for word in rule.when):
+            own = replace(rule, hf=tuple(_respelled(name, spelled) for name in rule.hf))
+            letters = [letter for letter in counts if f"{{{letter}}}" in rule.core]
+            numbers = [{letter: n} for letter in letters for n in range(counts[letter])] if letters else [{}]
+            found += [pair for one in numbers for pair in pairs_of(own, one, SMALLEST, sizes, frozenset())]
+    return found
+
+
+def _spelled_in(kind: VisionLanguage, present: frozenset[str]) -> dict[str, str]:
+    """How a directory spells each name, by the released spelling."""
+    return {
+        group[0]: next((one for one in group if any(key.startswith(one) for key in present)), group[0])
+        for group in kind.spelled
+    }
+
+
+def _respelled(name: str, spelled: Mapping[str, str]) -> str:
+    return next(
+        (own + name.removeprefix(first) for first, own in spelled.items() if name.startswith(first)), name
+    )
+
+
+class Fields:
+    """The fields of config.json that sizes are made of: `hidden_size` of vision_config, `language.hidden_size`."""
+
+    def __init__(self, parts: Mapping[str, Mapping[str, Any]]) -> None:
+        self.parts = parts
+
+    def value(self, name: str) -> Any:
+        part, dot, own = name.rpartition(".")
+        return self.parts[part if dot else "vision"].get(own)
+
+    def size(self, said: Any) -> int:
+        """A size in elements: of a field, a number, or the product of several."""
+        return prod(self._factor(one) for one in (said if isinstance(said, list) else [said]))
+
+    def count(self, name: str) -> int:
+        """How many: the number that a field is, or the length of a list."""
+        value = self.value(name)
+        return _checked(name, len(value) if isinstance(value, list) else value, 0, MAX_LAYERS)
+
+    def _factor(self, said: Any) -> int:
+        if isinstance(said, int):
+            return said
+        first, _, divisor = said.partition(" // ")
+        value = _checked(first, self.value(first), 1, MAX_SIZE)
+        return value // _checked(divisor, self.value(divisor), 1, MAX_SIZE) if divisor else value
+
+
+def _checked(name: str, value: Any, least: int, most: int) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise MappingError(
+            f"{VISION}: {name} is {str(value)[:60]!r}, expected a number from {least} to {most}"
+        )
+    return value

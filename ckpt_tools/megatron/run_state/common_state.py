@@ -1,0 +1,142 @@
+"""The common state: what a run saved once for all ranks (arguments, scheduler, groups, progress).
+
+Megatron core up to 0.18 writes it as `common.pt`, later ones as the object `common_state/shard_0_1`; readers of
+every version prefer the file. An `fsdp_dtensor` checkpoint has the same entries as objects of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ckpt_tools.errors import CorruptCheckpointError
+from ckpt_tools.formats.pickle.unpickle import StandIn
+from ckpt_tools.formats.storage.files import Files, read_whole
+from ckpt_tools.formats.torch_archive.item_reader import load_object, whole_file
+from ckpt_tools.formats.untrusted_documents import DocumentError, parse_yaml
+from ckpt_tools.megatron.keys import COMMON_ITEMS, COMMON_OBJECT
+from ckpt_tools.megatron.run_state.stored_values import (
+    check_settings,
+    corrupt,
+    counts,
+    fields_at,
+    optimizer_groups,
+)
+from ckpt_tools.model.catalog import Catalog
+
+COMMON_FILE = "common.pt"
+RUN_CONFIG = "run_config.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class CommonState:
+    """`values` as saved, and where they were found: `common.pt`, `common_state`, `items` or None.
+
+    `model_config` and `optimizer_config` are those sections of Bridge's `run_config.yaml`, which stands in for the
+    arguments.
+    """
+
+    values: dict[str, Any]
+    source: Literal["common.pt", "common_state", "items"] | None
+    model_config: dict[str, Any] = field(default_factory=dict)
+    optimizer_config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def args(self) -> dict[str, Any]:
+        """Megatron's arguments by name; empty when the writer stored none."""
+        namespace = self.values.get("args")
+        return namespace.attributes if isinstance(namespace, StandIn) else {}
+
+    def arg(self, name: str, default: Any = None) -> Any:
+        """One argument: from Megatron's namespace, else Bridge's model configuration."""
+        args = self.args
+        return args[name] if name in args else self.model_config.get(name, default)
+
+    @property
+    def of_torch_dist(self) -> bool:
+        """Whether a `torch_dist` checkpoint had it: `fsdp_dtensor` has no entry for all of it."""
+        return self.source in ("common.pt", "common_state")
+
+    @property
+    def scheduler(self) -> Mapping[str, Any]:
+        """The state of the learning rate's schedule in a `torch_dist` checkpoint; empty when there is none."""
+        return self.values.get("opt_param_scheduler") or self.values.get("lr_scheduler") or {}
+
+    @property
+    def iteration(self) -> int | None:
+        """Training steps done."""
+        value = self.values.get("iteration")
+        return value if isinstance(value, int) else None
+
+
+def read_common_state(files: Files, catalog: Catalog, trust_pickle: bool = False) -> CommonState:
+    """The common state of a checkpoint, its values checked; empty (source None) when it has none.
+
+    Raises:
+        CorruptCheckpointError: it is there but damaged.
+        UnsupportedCheckpointError: it names a class that is not known to be harmless.
+    """
+    found = _read(files, catalog, trust_pickle)
+    _check(
+        found.values,
+        {"common.pt": f"{COMMON_FILE}: ", "common_state": f"{COMMON_OBJECT}: "}.get(found.source or "", ""),
+    )
+    for name, section in (("model", found.model_config), ("optimizer", found.optimizer_config)):
+        check_settings(section, f"{RUN_CONFIG}: {name}")
+    return found
+
+
+def _check(values: dict[str, Any], where: str) -> None:
+    if (args := values.get("args")) is not None:
+        if not isinstance(args, StandIn):
+            raise corrupt(f"{where}args", args, "a namespace of settings")
+        check_settings(args.attributes, f"{where}args")
+    iteration = values.get("iteration")
+    if iteration is not None and not isinstance(iteration, str) and not counts(iteration, 0):
+        raise corrupt(f"{where}iteration", iteration, "a whole number")
+    for name in ("opt_param_scheduler", "lr_scheduler"):
+        if values.get(name) is not None:
+            fields_at(values[name], f"{where}{name}")
+    optimizer_groups(values.get("optimizer"), f"{where}optimizer")
+
+
+def _read(files: Files, catalog: Catalog, trust_pickle: bool) -> CommonState:
+    config = _run_config(files)
+    sections = _section(config, "model"), _section(config, "optimizer")
+    if files.exists(COMMON_FILE):
+        values = load_object(files, whole_file(files, COMMON_FILE), trust_pickle)
+        return CommonState(_as_dict(values, f"{files.location}/{COMMON_FILE}"), "common.pt", *sections)
+    entry = catalog.objects.get(COMMON_OBJECT)
+    if entry is not None:
+        wrapped = load_object(files, entry.item, trust_pickle)
+        values = wrapped[0] if isinstance(wrapped, list) and len(wrapped) == 1 else wrapped
+        return CommonState(_as_dict(values, COMMON_OBJECT), "common_state", *sections)
+    found = {
+        key: load_object(files, catalog.objects[key].item, trust_pickle)
+        for key in COMMON_ITEMS
+        if key in catalog.objects
+    }
+    return CommonState(found, "items" if found else None, *sections)
+
+
+def _as_dict(values: Any, where: str) -> dict[str, Any]:
+    if isinstance(values, dict) and all(isinstance(name, str) for name in values):
+        return values
+    raise CorruptCheckpointError(f"{where}: holds a {type(values).__name__}, expected a dict of names.")
+
+
+def _run_config(files: Files) -> Any:
+    if not files.exists(RUN_CONFIG):
+        return None
+    try:
+        return parse_yaml(read_whole(files, RUN_CONFIG))
+    except DocumentError as error:
+        raise CorruptCheckpointError(
+            f"{files.location}/{RUN_CONFIG}: not readable YAML ({error})."
+        ) from error
+
+
+def _section(config: Any, name: str) -> dict[str, Any]:
+    section = config.get(name) if isinstance(config, dict) else None
+    return section if isinstance(section, dict) else {}

@@ -1,0 +1,161 @@
+"""A manifest of a checkpoint: SHA-256 of its files and, apart from how they are stored, of its tensors.
+
+A tensor's digest is that of its row-major little-endian bytes, so it outlives resharding and rewriting::
+
+    {"schema_version": 1,
+     "files": {"__0_0.distcp": {"bytes": 1024, "sha256": "..."}},
+     "tensors": {"model.w": {"dtype": "float32", "shape": [8, 4], "sha256": "..."}}}
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from ckpt_tools.errors import CkptError, StorageError, UsageError
+from ckpt_tools.execute.move.read_box import BoxReader
+from ckpt_tools.execute.processes.spread import Tick, spread
+from ckpt_tools.formats.storage.files import Files, readable_size
+from ckpt_tools.formats.untrusted_documents import DocumentError, parse_json, read_named_file
+from ckpt_tools.megatron.run_state.record import RECORD_FILE
+from ckpt_tools.model.box import full_box
+from ckpt_tools.model.catalog import Catalog, TensorEntry
+from ckpt_tools.model.dtypes import itemsize
+from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.views import Source
+from ckpt_tools.plan.byte_runs import row_major_tiles
+from ckpt_tools.verify.checkpoint.structure import DATA_SUFFIXES, all_items
+from ckpt_tools.verify.report import Check, Findings
+
+SCHEMA = 1
+MAX_MANIFEST_BYTES = 256 << 20  # a million tensors
+_TILE_BYTES = 4 << 20
+SMALL_FILES = (".metadata", "metadata.json", "common.pt", "run_config.yaml", "train_state.pt", RECORD_FILE)
+
+
+def read_manifest(path: Path) -> object:
+    """What a manifest's file says, not yet looked at.
+
+    Raises:
+        UsageError: it is absent or not JSON. StorageError: it cannot be read.
+    """
+    try:
+        return parse_json(read_named_file(path, MAX_MANIFEST_BYTES))
+    except FileNotFoundError:
+        raise UsageError(f"there is no manifest {path}; --write-manifest {path} makes one") from None
+    except DocumentError as error:
+        raise UsageError(f"{path} is not a manifest ({error})") from None
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror or error}") from error
+
+
+def make_manifest(
+    files: Files, catalog: Catalog, threads: int = 2, workers: int | None = None, tick: Tick = lambda _: None
+) -> dict[str, Any]:
+    """The manifest of a checkpoint as plain data.
+
+    Raises:
+        CkptError: something cannot be read.
+    """
+    names = {item.file for _, item in all_items(catalog)} | {n for n in SMALL_FILES if files.exists(n)}
+    names |= {
+        name for name in files.list() if PurePosixPath(name).suffix in DATA_SUFFIXES
+    }  # of other saves too
+    ordered, entries = sorted(names), list(catalog.tensors.values())
+    rows = spread(
+        lambda name, told: file_row(files, name, told),
+        ordered,
+        sizes=[readable_size(files, name) for name in ordered],
+        threads=threads,
+        workers=workers,
+        tick=tick,
+    )
+    digests = dict(zip(ordered, rows, strict=True))
+    tensors = spread(
+        lambda entry, told: _tensor(files, catalog, entry, told),
+        entries,
+        sizes=[entry.nbytes for entry in entries],
+        threads=threads,
+        workers=workers,
+        tick=tick,
+    )
+    return {
+        "schema_version": SCHEMA,
+        "files": digests,
+        "tensors": {entry.key: row for entry, row in zip(entries, tensors, strict=True)},
+    }
+
+
+def check_manifest(stored: object, found: Mapping[str, Any]) -> Check:
+    """What a manifest `stored` earlier says otherwise than the one `found` now.
+
+    Raises:
+        UsageError: `stored` is not a manifest of this version.
+    """
+    if not _is_manifest(stored):
+        raise UsageError(f"the manifest is not one of schema {SCHEMA}, as verify --write-manifest writes it")
+    assert isinstance(stored, dict)
+    findings = Findings("manifest", "digests")
+    for part in ("files", "tensors"):
+        before, now = stored[part], found[part]
+        findings.looked_at += len(before)
+        for name, row in before.items():
+            if name not in now:
+                findings.error(name, f"the manifest lists it under {part}, but it is not there")
+            elif row != now[name]:
+                changed = [
+                    f"{k} {row.get(k)} is now {now[name][k]}" for k in now[name] if row.get(k) != now[name][k]
+                ]
+                findings.error(name, "; ".join(changed))
+        for name in now.keys() - before.keys():
+            findings.error(name, f"it is new: the manifest does not list it under {part}")
+    return findings.done()
+
+
+def _is_manifest(stored: object) -> bool:
+    if not isinstance(stored, dict) or stored.get("schema_version") != SCHEMA:
+        return False
+    parts = [stored.get("files"), stored.get("tensors")]
+    return all(
+        isinstance(part, dict) and all(isinstance(row, dict) for row in part.values()) for part in parts
+    )
+
+
+def tensor_digest(reader: BoxReader, entry: TensorEntry, tick: Tick = lambda _: None) -> str:
+    """SHA-256 of a stored tensor's row-major bytes, in hex."""
+    read = reader.tensor(TargetTensor(entry.key, entry.dtype, entry.shape, (Source(entry.key),)))
+    digest = hashlib.sha256()
+    for tile in row_major_tiles(full_box(entry.shape), max(1, _TILE_BYTES // itemsize(entry.dtype))):
+        if tile.is_empty:
+            continue
+        array = read(tile)
+        digest.update(array.reshape(-1).view("u1").data)
+        tick(array.nbytes)
+    return digest.hexdigest()
+
+
+def _tensor(files: Files, catalog: Catalog, entry: TensorEntry, tick: Tick) -> dict[str, Any]:
+    reader = BoxReader(files, catalog)
+    try:
+        digest = tensor_digest(reader, entry, tick)
+    except CkptError as error:
+        digest = f"unreadable: {error}"
+    finally:
+        reader.close()
+    return {"dtype": entry.dtype, "shape": list(entry.shape), "sha256": digest}
+
+
+def file_row(files: Files, name: str, tick: Tick = lambda _: None) -> dict[str, Any]:
+    """A file's row of a manifest; a file that cannot be read has no digest but why."""
+    digest = hashlib.sha256()
+    try:
+        size = files.size(name)
+        for start in range(0, size, _TILE_BYTES):
+            part = files.read(name, start, min(_TILE_BYTES, size - start))
+            digest.update(part)
+            tick(len(part))
+    except CkptError as error:
+        return {"bytes": 0, "sha256": f"unreadable: {error}"}
+    return {"bytes": size, "sha256": digest.hexdigest()}

@@ -1,0 +1,112 @@
+"""What `preflight` knows of a checkpoint and of the job that is to load it, and what a rule on both is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ckpt_tools.model.choices import CheckpointKind
+from ckpt_tools.verify.readiness.job import PROGRAMS, VERSIONS, Job
+from ckpt_tools.verify.report import Severity
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What the weights' names and shapes tell; None where they are silent."""
+
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by name without wrappers
+    rows: int | None = None  # of the word embeddings
+    output_layer: bool | None = None  # a matrix of its own: embeddings are not tied
+    gated: bool | None = None  # fc1 is in halves
+    sequential_experts: bool | None = None
+    local_norms: bool | None = None  # norms are modules of their own, not part of the projection behind them
+    mtp_layers: int = 0
+    version_2: bool = False  # named for Megatron-FSDP v2, which has a wrapper less
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The checkpoint (None: not told by it) and the job."""
+
+    kind: CheckpointKind
+    job: Job = field(default_factory=Job)
+    args: Mapping[str, Any] = field(default_factory=dict)
+    stored: Stored = field(default_factory=Stored)
+    states: frozenset[str] = frozenset()  # kinds of optimizer state
+    layout: str = "none"  # of the optimizer, as `optimizer_layout` names it
+    rng_ranks: frozenset[tuple[int, int]] = frozenset()  # (pp, tp)
+    tp_of_packed: int | None = None  # for how many tensor-parallel ranks packed projections are arranged
+    packed: tuple[str, ...] = ()  # those projections
+    ranks: int | None = None  # GPUs of the job that it was converted for
+    sizes: Mapping[str, int] = field(default_factory=dict)  # and its other sizes, by the name of the axis
+    by_bridge: bool = False  # Megatron-Bridge wrote the checkpoint that was converted
+    target: str | None = None  # the program that the conversion wrote names for
+    has_args: bool = True  # False: Bridge's configuration stands in for Megatron-LM's arguments
+    tokens: int | None = None  # of the vocabulary, without padding
+    schedule: Mapping[str, Any] = field(default_factory=dict)  # stored state of the learning-rate schedule
+
+    def on(self, name: str) -> bool:
+        """Whether the job has a switch on."""
+        return self.job.has(name)
+
+    def value(self, name: str, default: Any = None) -> Any:
+        """A setting of the job."""
+        return self.job.get(name, default)
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel size of the job."""
+        found = self.job.get("tensor_model_parallel_size", 1)
+        return found if isinstance(found, int) and found > 0 else 1
+
+    @property
+    def is_warm_start(self) -> bool:
+        """Whether the job takes nothing but the weights, whatever else it says."""
+        return self.on("finetune")
+
+    @property
+    def has_states(self) -> bool:
+        return bool(self.states)
+
+    @property
+    def begins(self) -> bool:
+        """Whether the checkpoint's optimizer has not begun: it was made for a warm start."""
+        return self.has_states and self.schedule.get("num_steps") == 0
+
+    def loads(self, what: str) -> bool:
+        """Whether the job asks for `optim` or `rng` entries."""
+        wanted = self.job.get(f"load_{what}", True)
+        return bool(wanted) and not self.on(f"no_load_{what}") and not self.is_warm_start
+
+
+class Rule(NamedTuple):
+    """`broken` gives what was found, or None. Rules with `on_job` need a job that is described."""
+
+    name: str
+    severity: Severity
+    broken: Callable[[Facts], str | None]
+    why: str
+    fix: str | Callable[[Facts], str]
+    source: str  # file and function that refuse it, or what the load does with it
+    programs: tuple[str, ...] = PROGRAMS
+    on_job: bool = True
+
+    @property
+    def where(self) -> str:
+        """The source with the versions it is true of."""
+        versions = [program for program in self.programs if program in VERSIONS]
+        if not versions:
+            return self.source
+        span = versions[0] if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
+        return f"{self.source} ({span})"
+
+
+def since(version: str) -> tuple[str, ...]:
+    """`version` of Megatron-LM and the later ones."""
+    return VERSIONS[VERSIONS.index(version) :]
+
+
+def before(version: str) -> tuple[str, ...]:
+    """The versions of Megatron-LM that are older than `version`."""
+    return VERSIONS[: VERSIONS.index(version)]

@@ -1,0 +1,275 @@
+"""The settings of a training job that is about to start: from its command line, or from its YAML file.
+
+Names are those of Megatron's arguments. A Megatron-LM job is read as the parser of its version reads it, so that a
+setting which is not given has that version's default. Megatron-Bridge's settings have its names, without sections.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckpt_tools.errors import UsageError
+from ckpt_tools.formats import untrusted_documents as documents
+
+BRIDGE, MAIN = "bridge", "main"
+VERSIONS = ("core-0.16", "core-0.17", "core-0.19", MAIN)  # of Megatron-LM, oldest first
+PROGRAMS = (*VERSIONS, BRIDGE)
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+_OVERRIDE = re.compile(r"[+~]{0,2}([a-z_]+(?:\.[a-z_0-9]+)+)=(.*)", re.DOTALL)
+_LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+_COUNT = re.compile(r"[1-9][0-9]{0,6}", re.ASCII)
+_BRIDGE_SCRIPTS = ("run_recipe.py",)
+_SECTIONS = ("model", "ddp", "dist", "checkpoint", "optimizer")
+# What the rules look at and Bridge sets by itself (training/config.py and the dataclasses of megatron-core).
+BRIDGE_DEFAULTS: Mapping[str, Any] = {
+    "ckpt_format": "torch_dist", "strict_fsdp_dtensor_load": False, "data_parallel_sharding_strategy": "no_shard",
+    "outer_dp_sharding_strategy": "no_shard", "gradient_accumulation_fusion": True, "megatron_fsdp_version": 1,
+    "optimizer": "adam", "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1, "load_optim": True, "load_rng": True,
+}  # fmt: skip
+# checkpointing.py `load_args_from_checkpoint`: taken from the checkpoint always, or only where the job is silent.
+_FROM_CHECKPOINT = (
+    "num_query_groups", "group_query_attention", "position_embedding_type", "add_position_embedding",
+    "use_rotary_position_embeddings", "rotary_base", "rotary_percent", "rotary_interleaved", "add_bias_linear",
+    "add_qkv_bias", "squared_relu", "swiglu", "untie_embeddings_and_output_weights", "normalization",
+    "apply_query_key_layer_scaling", "attention_dropout", "hidden_dropout", "mtp_num_layers", "spec",
+    "num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax",
+    "moe_grouped_gemm", "moe_single_grouped_weight", "moe_single_grouped_bias",
+    "moe_shared_expert_intermediate_size", "moe_router_score_function", "moe_router_enable_expert_bias",
+    "moe_router_topk_scaling_factor",
+)  # fmt: skip
+_IF_SILENT = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "seq_length", "num_attention_heads", "kv_channels",
+    "max_position_embeddings", "padded_vocab_size", "ckpt_format",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What starts: every setting by name (a default where nothing is given), and what was `given`.
+
+    `refused` is what the program's own parser would end with, `unknown` the words of which it knows nothing.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    program: str = MAIN
+    given: frozenset[str] = frozenset()
+    script: str | None = None
+    unknown: tuple[str, ...] = ()
+    refused: str | None = None
+    world: int | None = None  # GPUs that its launcher starts; None: not told by the command
+
+    def __bool__(self) -> bool:
+        return bool(self.given or self.unknown or self.refused)
+
+    @property
+    def is_bridge(self) -> bool:
+        return self.program == BRIDGE
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A setting, or `default` where it is None or not known to the program."""
+        found = self.settings.get(name)
+        return default if found is None else found
+
+    def has(self, name: str) -> bool:
+        """Whether a switch is on."""
+        return bool(self.settings.get(name))
+
+
+def is_bridge_command(words: Sequence[str]) -> bool:
+    """Whether a command line is one of Megatron-Bridge: its runner, or settings as `section.name=value`."""
+    return any(_OVERRIDE.fullmatch(word) or word.endswith(_BRIDGE_SCRIPTS) for word in words)
+
+
+def command_words(words: Sequence[str]) -> list[str]:
+    """The words of a command line; one word that holds all of it is split as a shell splits it.
+
+    Raises:
+        UsageError: a shell could not split it.
+    """
+    if len(words) != 1 or not any(c.isspace() for c in words[0]):
+        return list(words)
+    try:
+        return shlex.split(words[0])
+    except ValueError as error:
+        raise UsageError(f"the job's command line: {error}") from None
+
+
+def parse_command(words: Sequence[str], program: str = MAIN) -> Job:
+    """The job that a command line starts: `NAME=VALUE ... program.py --flag value ...`, or the flags alone.
+
+    What stands before a `.py` file, or a module after `-m`, belongs to the launcher and is ignored, but for the
+    environment and the number of GPUs.
+    """
+    at = _script_at(words, program)
+    script = None if at is None else words[at]
+    environment: dict[str, str] = {}
+    rest = list(words) if at is None else list(words[at + 1 :])
+    for word in _leading_assignments(rest) if at is None else words[:at]:
+        if match := _ASSIGNMENT.fullmatch(word):
+            environment[match[1]] = match[2]
+    world = None if at is None else _world(words[:at])
+    if program == BRIDGE:
+        return replace(_bridge_job(_bridge_words(rest), environment, script), world=world)
+    return replace(_flags_job(rest, program), environment=environment, script=script, world=world)
+
+
+def _world(words: Sequence[str]) -> int | None:
+    """GPUs that torchrun is told to start; None with another launcher, or numbers that only the machines know."""
+    if not any(word.rpartition("/")[2] in _LAUNCHERS for word in words):
+        return None
+    sizes = {"--nnodes": "1", "--nproc-per-node": "1"}
+    for word, following in zip(words, (*words[1:], ""), strict=True):
+        option, equals, value = word.replace("_", "-").partition("=")
+        if option in sizes:
+            sizes[option] = value if equals else following
+    counts = [int(size) for size in sizes.values() if _COUNT.fullmatch(size)]
+    return counts[0] * counts[1] if len(counts) == len(sizes) else None
+
+
+def _script_at(words: Sequence[str], program: str) -> int | None:
+    """Where the training program stands: the last script before the first flag, for a value may end in `.py` too."""
+    from ckpt_tools.verify.readiness.megatron_args import is_flag
+
+    flags = (
+        i for i, word in enumerate(words) if program != BRIDGE and is_flag(word.partition("=")[0], program)
+    )
+    first = next(flags, len(words))
+    scripts = [i for i in range(first) if words[i].endswith(".py")]
+    modules = [i + 1 for i in range(first - 1) if words[i] == "-m" and not words[i + 1].startswith("-")]
+    return scripts[-1] if scripts else modules[-1] if modules else None
+
+
+def parse_yaml(text: bytes | str, name: str = "the YAML file", program: str = MAIN) -> Job:
+    """The job that a YAML file describes: Bridge's configuration, a Megatron-LM recipe (`MODEL_ARGS`), or settings.
+
+    Raises:
+        UsageError: it is not a YAML mapping.
+    """
+    try:
+        document = documents.parse_yaml(text)
+    except documents.DocumentError as error:
+        raise UsageError(f"{name}: {error}") from None
+    if not isinstance(document, Mapping):
+        raise UsageError(f"{name}: expected a mapping of settings, found {type(document).__name__}")
+    for section in ("ENV_VARS", "MODEL_ARGS"):
+        if not isinstance(document.get(section, {}) or {}, Mapping):
+            raise UsageError(f"{name}: expected a mapping under {section}")
+    variables = document.get("ENV_VARS")
+    environment = {str(k): str(v) for k, v in variables.items()} if isinstance(variables, Mapping) else {}
+    recipe = document.get("MODEL_ARGS")
+    if isinstance(recipe, Mapping):
+        return replace(_flags_job(list(_recipe_words(recipe)), program), environment=environment)
+    given: dict[str, Any] = {}
+    for key, value in _leaves(document):
+        if given.get(key) is None:
+            given[key] = value
+    sections = sum(isinstance(document.get(s), Mapping) for s in _SECTIONS)
+    if program == BRIDGE or (sections > 1 and isinstance(document.get("model"), Mapping)):
+        return _bridge_job(given, environment, None)
+    return Job({**_defaults(program), **given}, environment, program, frozenset(given))
+
+
+def merge(first: Job, second: Job) -> Job:
+    """Both jobs' settings; what `second` was given wins."""
+    return replace(
+        second,
+        settings={**first.settings, **{name: second.settings[name] for name in second.given}},
+        environment={**first.environment, **second.environment},
+        given=first.given | second.given,
+        unknown=first.unknown + second.unknown,
+        refused=first.refused or second.refused,
+    )
+
+
+def with_checkpoint_args(job: Job, args: Mapping[str, Any]) -> Job:
+    """The job once `--use-checkpoint-args` has taken its architecture from the checkpoint."""
+    if not job.has("use_checkpoint_args"):
+        return job
+    taken = [*_FROM_CHECKPOINT, *(name for name in _IF_SILENT if job.get(name) is None)]
+    found = {name: args[name] for name in taken if args.get(name) is not None}
+    return replace(job, settings={**job.settings, **found})
+
+
+def _leading_assignments(words: list[str]) -> list[str]:
+    """The words before the first flag that set a variable, taken off `words`."""
+    taken = []
+    while words and _ASSIGNMENT.fullmatch(words[0]):
+        taken.append(words.pop(0))
+    return taken
+
+
+def _flags_job(words: Sequence[str], program: str) -> Job:
+    from ckpt_tools.verify.readiness.megatron_args import parse_flags
+
+    parsed = parse_flags(words, program)
+    settings = {**_defaults(program), **parsed.given}
+    return Job(
+        settings,
+        program=program,
+        given=frozenset(parsed.given),
+        unknown=parsed.unknown,
+        refused=parsed.refused,
+    )
+
+
+def _defaults(program: str) -> Mapping[str, Any]:
+    from ckpt_tools.verify.readiness.megatron_args import defaults_of
+
+    return defaults_of(program)
+
+
+def _bridge_job(given: Mapping[str, Any], environment: Mapping[str, str], script: str | None) -> Job:
+    return Job({**BRIDGE_DEFAULTS, **given}, environment, BRIDGE, frozenset(given), script)
+
+
+def _bridge_words(words: Sequence[str]) -> dict[str, Any]:
+    """Settings of `section.name=value` words, and of the runner's own options with their values."""
+    given: dict[str, Any] = {}
+    option: str | None = None
+    for word in words:
+        if match := _OVERRIDE.fullmatch(word):
+            given[match[1].rpartition(".")[2]] = _yaml_value(match[2])
+            option = None
+        elif word.startswith("-"):
+            option, _, value = word.lstrip("-").partition("=")
+            option = option.replace("-", "_")
+            given[option] = _yaml_value(value) if value else True
+        elif option is not None:
+            given[option], option = _yaml_value(word), None
+    return given
+
+
+def _yaml_value(word: str) -> Any:
+    """A value as OmegaConf reads it; what is not YAML is text."""
+    import yaml
+
+    try:
+        return yaml.safe_load(word)
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return word
+
+
+def _recipe_words(recipe: Mapping[Any, Any]) -> Iterator[str]:
+    """A recipe's flags as its runner puts them on the command line: true is the flag alone, false and null none."""
+    for flag, value in recipe.items():
+        if value is None or value is False:
+            continue
+        yield str(flag) if str(flag).startswith("--") else "--" + str(flag).replace("_", "-")
+        if value is not True:
+            yield from map(str, value) if isinstance(value, list) else command_words([f"{value} "])
+
+
+def _leaves(section: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        if key == "ENV_VARS":
+            continue
+        if isinstance(value, Mapping):
+            yield from _leaves(value)
+        else:
+            yield str(key).removeprefix("--").replace("-", "_"), value
