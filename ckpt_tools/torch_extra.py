@@ -6,11 +6,7 @@ from ckpt_tools.errors import UsageError
 
 
 def require_torch(what: str) -> None:
-    """Import torch for `what` needs it.
-
-    Raises:
-        UsageError: it is not installed, or what is installed cannot be imported.
-    """
+    """Import torch for `what` needs it."""
     try:
         import torch  # noqa: F401
     except ImportError as error:

@@ -83,11 +83,7 @@ class Commands(Mapping[str, Any]):
 
 @contextmanager
 def _interrupts_told() -> Iterator[None]:
-    """Around what typer would end without a word at Ctrl-C.
-
-    Raises:
-        Interrupted: in the place of KeyboardInterrupt.
-    """
+    """Around what typer would end without a word at Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt:

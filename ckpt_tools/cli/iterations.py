@@ -31,12 +31,7 @@ def edit(
     data: Callable[[AnyEdited], dict[str, Any]],
     show: Callable[[AnyEdited], None],
 ) -> None:
-    """Run a command that writes in the format of its source, on one iteration or all of them, and print its report.
-
-    Raises:
-        typer.Exit: of all iterations, with the worst exit code.
-        Otherwise what `run` raises on one.
-    """
+    """Run a command that writes in the format of its source, on one iteration or all of them, and print its report."""
     from ckpt_tools.cli.render.progress import progress_bar
     from ckpt_tools.commands.job.iterations import convert_iterations
     from ckpt_tools.commands.job.rewrite import EditOptions
@@ -69,11 +64,7 @@ def finish_all(
     *,
     schema_version: int,
 ) -> None:
-    """Print what became of every iteration on rank 0, and write it where `--report` says.
-
-    Raises:
-        typer.Exit: with the worst exit code of all.
-    """
+    """Print what became of every iteration on rank 0, and write it where `--report` says."""
     from ckpt_tools.cli.render.progress import is_first_rank
     from ckpt_tools.cli.render.reports import say_unfinished
     from ckpt_tools.commands.job import iterations

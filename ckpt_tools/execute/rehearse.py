@@ -65,11 +65,7 @@ def rehearse(
 
 
 def check_extents(plan: Plan, files: Files) -> None:
-    """Every source file is there and reaches to the end of what is read of it.
-
-    Raises:
-        CorruptCheckpointError: one does not.
-    """
+    """Every source file is there and reaches to the end of what is read of it."""
     ends: dict[str, tuple[int, str]] = {}
     for item in plan.items:
         for transfer in stored_parts(item.transfers):
@@ -104,11 +100,7 @@ def _look(plan: Plan, files: Files, output: Output, options: WriteOptions) -> No
 
 
 def _check_place(plan: Plan, files: Files, output: Output, parent: Folder) -> int:
-    """Bytes that are set aside already in the output's parent, if nothing there stands in the way.
-
-    Raises:
-        UsageError: something does.
-    """
+    """Bytes that are set aside already in the output's parent, if nothing there stands in the way."""
     final, stands, present = Path(output.directory), None, 0
     with ExitStack() as opened:
         if parent.exists(partial_of(final).name):
@@ -123,11 +115,7 @@ def _check_place(plan: Plan, files: Files, output: Output, parent: Folder) -> in
 
 
 def _present(plan: Plan, files: Files, output: Output, partial: Folder) -> int:
-    """Bytes that a stopped conversion has set aside already, if it is gone on from.
-
-    Raises:
-        UsageError: no option says what to do with it, or it is another's.
-    """
+    """Bytes that a stopped conversion has set aside already, if it is gone on from."""
     journal = Journal(partial.path / JOURNAL, lambda: partial)
     if not journal.exists():
         return 0
@@ -143,11 +131,7 @@ def _present(plan: Plan, files: Files, output: Output, partial: Folder) -> int:
 
 
 def _nearest(folder: Path) -> Path:
-    """`folder`, or the one that stands where it would be made.
-
-    Raises:
-        UsageError: it cannot be made.
-    """
+    """`folder`, or the one that stands where it would be made."""
     found = next(above for above in (folder, *folder.parents) if above.exists())
     if not found.is_dir():
         raise cannot_be_made(folder)
@@ -155,10 +139,7 @@ def _nearest(folder: Path) -> Path:
 
 
 def _check_names(above: Path, final: Path) -> None:
-    """
-    Raises:
-        OSError: the file system does not take a name that is to be made.
-    """
+    """Raise OSError if the file system does not take a name that is to be made."""
     limit = os.pathconf(above, "PC_NAME_MAX")
     made = final.parent.relative_to(above).parts
     if any(len(os.fsencode(name)) > limit for name in (*made, partial_of(final).name)):

@@ -75,12 +75,6 @@ def write_checkpoint(
     """Write the checkpoint of `plan` from the source `files` and publish it; called on every rank.
 
     `kept` are casts that lose nothing, see `target.kept_exactly`: the report counts what they round apart.
-
-    Raises:
-        UsageError: the output is in use, not empty, or another conversion's; too little memory.
-        StorageError: too little disk, or the file system refused.
-        CorruptCheckpointError: a source item is damaged, or the source changed meanwhile; nothing is published.
-        Interrupted, Terminated: stopped from outside; `Output.resume` goes on from there.
     """
     started = time.monotonic()
     ranks = ranks or Ranks()
@@ -202,11 +196,7 @@ class _Run:
         return SourceReader(self._job.files, self.output.scratch, self._proof)
 
     def _prove(self) -> ProofReport:
-        """Complete the proof of what all ranks have read; then the source is not needed any more.
-
-        Raises:
-            CorruptCheckpointError: a payload has another checksum than its archive says.
-        """
+        """Complete the proof of what all ranks have read; then the source is not needed any more."""
         files, plan, options, ranks = self._job.files, self._job.plan, self._job.options, self._job.ranks
         proven = ProofReport()
         if self._proof is not None:

@@ -58,11 +58,7 @@ class WriteOptions:
     tiles: int = TILES  # that a thread holds at a time
 
     def thread_memory(self, reads_store: bool, writes_store: bool = False) -> ThreadMemory:
-        """What one thread may hold.
-
-        Raises:
-            UsageError: it is not enough to work with.
-        """
+        """What one thread may hold."""
         memory = thread_memory(self.memory_bytes, self.threads, self.workers or 1, reads_store, writes_store)
         return memory._replace(tile=max(MIN_TILE_BYTES, memory.tile * TILES // self.tiles))
 

@@ -11,11 +11,7 @@ from ckpt_tools.model.catalog import Catalog
 
 
 def leave_out(catalog: Catalog, globs: Sequence[str]) -> tuple[Catalog, tuple[str, ...]]:
-    """The catalog without the tensors and objects whose keys match; a line for each.
-
-    Raises:
-        UsageError: a glob matches no key: what was meant would be in the output all the same.
-    """
+    """The catalog without the tensors and objects whose keys match; a line for each."""
     if not globs:
         return catalog, ()
     keys = (*catalog.tensors, *catalog.objects)

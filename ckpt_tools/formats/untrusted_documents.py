@@ -24,11 +24,7 @@ class DocumentError(CkptError, ValueError):
 
 
 def parse_json(data: bytes) -> Any:
-    """The value of a JSON document.
-
-    Raises:
-        DocumentError: it is not JSON, or nested too deep.
-    """
+    """The value of a JSON document."""
     try:
         return json.loads(data)
     except RecursionError:
@@ -38,12 +34,7 @@ def parse_json(data: bytes) -> Any:
 
 
 def parse_yaml(data: bytes | str) -> Any:
-    """The value of a YAML document.
-
-    Raises:
-        DocumentError: it is not YAML, too long, nested too deep, contains itself, or grows beyond bounds when its
-            aliases are filled in.
-    """
+    """The value of a YAML document."""
     return parse_marked_yaml(data)[0]
 
 
@@ -52,9 +43,6 @@ def parse_marked_yaml(data: bytes | str, *, ours: bool = False) -> tuple[Any, ya
 
     `ours` are files of this package: libyaml reads them in a tenth of the time, and strangers' are not for it, whose
     depth is bounded by the C stack alone.
-
-    Raises:
-        DocumentError: as for `parse_yaml`.
     """
     import yaml
 
@@ -106,12 +94,7 @@ def _count_nodes(node: yaml.Node, depth: int, seen: dict[int, int]) -> int:
 
 
 def read_named_file(path: Path, limit: int = SMALL_FILE_BYTES) -> bytes:
-    """All of a file that a user named, which may be a pipe.
-
-    Raises:
-        DocumentError: it is longer than `limit` bytes.
-        OSError: as the system says.
-    """
+    """All of a file that a user named, which may be a pipe."""
     data = bytearray()
     with open(path, "rb") as file:
         while part := file.read(1 << 20):

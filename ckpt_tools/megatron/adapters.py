@@ -100,11 +100,7 @@ class AdapterTensors:
 
 
 def sort_out(catalog: Catalog) -> AdapterTensors:
-    """The weights of a checkpoint by whether they belong to an adapter.
-
-    Raises:
-        UnsupportedCheckpointError: adapters of another kind; they are named.
-    """
+    """The weights of a checkpoint by whether they belong to an adapter."""
     factors, others, problems = {}, {}, []
     for key, entry in catalog.tensors.items():
         if role_of(key) != "weight":
@@ -142,12 +138,7 @@ def adapter_name(key: str) -> FactorName | None:
 
 
 def read_adapters(tensors: AdapterTensors, how: AdapterSettings) -> list[Adapter]:
-    """The adapters of a checkpoint, layers one by one.
-
-    Raises:
-        MappingError: A without B, or matrices that do not fit each other.
-        UnsupportedCheckpointError: what is stored is not all that was trained.
-    """
+    """The adapters of a checkpoint, layers one by one."""
     found: list[Adapter] = []
     problems = [
         f"{entry.key}: its linear_out is missing"
@@ -220,9 +211,6 @@ def _row_order(name: FactorName, out: TensorEntry, how: AdapterSettings) -> list
     Bridge stores B of every fc1 as if it had a gate (`apply_swiglu_sharded_factory`): of each tensor-parallel rank's
     rows the first half stands in the first half of the tensor. That is the order of a gated fc1. For the gate or up
     alone, or without a gate, the halves belong together again; chunks show how many ranks there were.
-
-    Raises:
-        MappingError: chunks that no such writer makes, or nothing tells whether there is a gate.
     """
     rows, rank = out.shape[-2:]
     starts = sorted({chunk.box.start[-2] for chunk in out.chunks})

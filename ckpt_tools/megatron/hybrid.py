@@ -41,9 +41,6 @@ def as_gpt(
 
     A layer of attention without MLP and one of MLP without attention, one after the other, are a transformer layer.
     A model of other layers is left as it is, and its settings name the layers that its weights have.
-
-    Raises:
-        MappingError: the settings contradict the weights, or a layer is of two kinds.
     """
     pattern = _pattern(parameters)
     told = settings.get("hybrid_layer_pattern") or settings.get("hybrid_override_pattern")

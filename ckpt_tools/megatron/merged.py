@@ -32,11 +32,7 @@ class Rows(NamedTuple):
 
 
 def merged_model(model: Model, adapters: Sequence[Adapter], alpha: float) -> Model:
-    """The weights of `model` with every adapter's part added, and nothing of its optimizer.
-
-    Raises:
-        MappingError: adapters of weights that are not there or of another shape; all of them are named.
-    """
+    """The weights of `model` with every adapter's part added, and nothing of its optimizer."""
     of: dict[str, list[Adapter]] = {}
     for adapter in adapters:
         of.setdefault(adapter.base, []).append(adapter)
@@ -120,9 +116,6 @@ def rows_of(adapter: Adapter, parameter: Parameter, args: Mapping[str, object]) 
 
     linear_qkv has the queries, the key and the value of each query group one after another (Bridge
     peft/canonical_lora.py `_interleave_qkv`), linear_fc1 the gate and then the up half.
-
-    Raises:
-        MappingError: the adapter has another number of rows.
     """
     whole, part = parameter.shape[0], adapter.part
     if part in ("q", "k", "v"):

@@ -73,11 +73,7 @@ DIALECTS: dict[DialectName, Dialect] = {
 
 
 def dialect_named(name: str) -> Dialect:
-    """The dialect of a program.
-
-    Raises:
-        UsageError: no such program is known.
-    """
+    """The dialect of a program."""
     found = next((dialect for known, dialect in DIALECTS.items() if known == name), None)
     if found is None:
         raise UsageError(f"unknown target {name!r}; known targets are {', '.join(DIALECTS)}")
@@ -89,9 +85,6 @@ def dialect_for(asked: str | None, otherwise: str, names: Iterable[str]) -> Dial
 
     Args:
         otherwise: the program where neither says one.
-
-    Raises:
-        UsageError: no such program is known, or it has no such model.
     """
     part = next(filter(is_of_transformers, names), None)
     if part is None:

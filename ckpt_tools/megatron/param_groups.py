@@ -52,12 +52,7 @@ def rules_from_args(args: Mapping[str, Any], groups: Sequence[Group]) -> GroupRu
 def derive_memberships(
     parameters: Iterable[LiveParameter], groups: Sequence[Group], rules: GroupRules
 ) -> dict[str, Membership]:
-    """Group of every parameter, by its group name.
-
-    Raises:
-        MappingError: the checkpoint has no groups, its settings follow rules this tool does not know, or a
-            parameter fits no group or several that differ.
-    """
+    """Group of every parameter, by its group name."""
     if not groups:
         raise MappingError(
             "the checkpoint stores no optimizer parameter groups, so nothing tells which parameter is in which; "
@@ -139,10 +134,6 @@ def merge_map(
 
     Names of a map may carry any number of leading `module.` or `model.` segments. Names absent from the map keep
     their derived group, or are an error when `strict`.
-
-    Raises:
-        MappingError: the map names a parameter or a group that the checkpoint does not have, or puts a parameter
-            into a group whose attributes are not the parameter's.
     """
     wanted = {strip_wrappers(name): group for name, group in given.items()}
     known = set(names)

@@ -101,10 +101,6 @@ def resize_vocab(parameters: Sequence[LiveParameter], rows: int, vocab_size: int
 
     `vocab_size` is the number of real tokens where it is known; then cutting is proven by it alone, and `cut` is
     empty.
-
-    Raises:
-        UsageError: fewer rows than real tokens.
-        MappingError: the model has no vocabulary tensor, or several of different sizes.
     """
     found = {p.name: p.shape[0] for p in parameters if is_vocab(p.name)}
     if not found:

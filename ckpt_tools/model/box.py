@@ -84,9 +84,6 @@ def flat_range_to_boxes(start: int, stop: int, shape: Sequence[int]) -> list[Box
 
         0 1 2 3 | 4 [5 6 7] | [8 ... 11]      -> (0,1,1)+(1,1,3)  (0,2,0)+(1,1,4)
         [12 ... 15] | [16 ... 19] | [20 21]   -> (1,0,0)+(1,2,4)  (1,2,0)+(1,1,2)
-
-    Raises:
-        ValueError: the range is not inside the tensor.
     """
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(f"range [{start}, {stop}) is outside a tensor of shape {tuple(shape)}")

@@ -68,11 +68,7 @@ class Made:
 
     @property
     def form(self) -> Form:
-        """Element type and shape of the result.
-
-        Raises:
-            ValueError: the inputs are not what the kernel works on.
-        """
+        """Element type and shape of the result."""
         return self.kernel.form([value.form for value in self.inputs])
 
 
@@ -101,11 +97,7 @@ class TensorEntry:
 
 
 def made_entry(key: str, made: Made) -> TensorEntry:
-    """The catalog's entry of a tensor that is computed.
-
-    Raises:
-        ValueError: the inputs are not what the kernel works on.
-    """
+    """The catalog's entry of a tensor that is computed."""
     dtype, shape = made.form
     return TensorEntry(key, dtype, shape, (), made)
 

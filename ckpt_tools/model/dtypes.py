@@ -37,11 +37,7 @@ FLOATING = frozenset(name for name in ITEMSIZE if "float" in name)
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one element.
-
-    Raises:
-        UnsupportedCheckpointError: the type is unknown or has no fixed size (quantized and sub-byte types).
-    """
+    """Bytes of one element."""
     try:
         return ITEMSIZE[dtype]
     except KeyError:

@@ -241,11 +241,7 @@ View: TypeAlias = tuple[Step, ...]
 
 
 def view_shape(view: Sequence[Step], shape: Shape) -> Shape:
-    """Shape after all steps.
-
-    Raises:
-        ValueError: a step does not fit the shape it is given.
-    """
+    """Shape after all steps."""
     for step in view:
         shape = step.shape(shape)
     return shape

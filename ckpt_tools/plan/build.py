@@ -99,11 +99,6 @@ def build_plan(
         original_shapes: of states that stay N-D flattened in the target, as in `Catalog`.
         only: a target rank, to plan its file alone; `placement` then gives boxes of that rank, and nothing
             shows that the boxes of all ranks tile the tensors.
-
-    Raises:
-        MappingError: a target tensor has no source, another shape, or is not tiled by its sources or boxes; a
-            key is given twice. All problems of all tensors are listed.
-        CorruptCheckpointError: the chunks of a source tensor do not tile it.
     """
     _check_unique(target)
     files = _Files(world)
@@ -167,11 +162,7 @@ class _Items:
         self._known: dict[tuple[object, ...], list[_ItemForm]] = {}
 
     def of(self, tensor: TargetTensor, boxes: Sequence[tuple[int, Box]]) -> Iterator[tuple[int, OutputItem]]:
-        """(target rank, item) of every box.
-
-        Raises:
-            MappingError, CorruptCheckpointError: see `build_plan`.
-        """
+        """(target rank, item) of every box."""
         if not boxes and not self._whole:
             return  # nothing of it stands in the one file that is planned
         reader = TargetReader(self._finder, tensor)

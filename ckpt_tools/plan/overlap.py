@@ -119,11 +119,7 @@ def _leading(view: View) -> tuple[int, ...]:
 
 
 class TargetReader:
-    """Finds the pieces of any box of one target tensor.
-
-    Raises:
-        MappingError: a source is absent or its view shows another shape.
-    """
+    """Finds the pieces of any box of one target tensor."""
 
     def __init__(self, finder: ChunkFinder, target: TargetTensor) -> None:
         self.target = target
@@ -150,12 +146,7 @@ class TargetReader:
         return entry.chunks[self.finder.tiling(entry, self._leads[at.source]).chunks[at.chunk]]
 
     def locate(self, box: Box) -> list[Located]:
-        """The pieces that tile `box`, each in coordinates relative to its start.
-
-        Raises:
-            MappingError: the sources do not tile the box.
-            CorruptCheckpointError: the chunks of a source do not tile that source.
-        """
+        """The pieces that tile `box`, each in coordinates relative to its start."""
         found: list[Located] = []
         for number in self._meeting(box):
             source, entry = self.sources[number]

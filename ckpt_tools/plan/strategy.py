@@ -24,11 +24,7 @@ SPAN_BYTES = 4 << 20  # longest span assumed when a strategy is chosen
 
 
 def transfers_into(reader: TargetReader, box: Box) -> list[Transfer | Computation]:
-    """What fills `box` (the target's coordinates), in the order of where it begins.
-
-    Raises:
-        MappingError, CorruptCheckpointError: as `TargetReader.locate`.
-    """
+    """What fills `box` (the target's coordinates), in the order of where it begins."""
     found = sorted(reader.locate(box), key=lambda at: at.piece.box.start)
     return [transfer(reader, at, strategy(reader, at, box), box) for at in found]
 

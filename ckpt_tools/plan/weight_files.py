@@ -37,11 +37,6 @@ def build_safetensors_plan(
     """The plan that writes the weight files from `catalog`.
 
     `shapes` are the shapes that the headers give to tensors whose targets have split axes.
-
-    Raises:
-        MappingError: a tensor has no source, is not tiled by its sources, or its type has no safetensors code. All
-            problems of all tensors are listed.
-        CorruptCheckpointError: the chunks of a source tensor do not tile it.
     """
     finder = ChunkFinder(catalog)
     items: list[OutputItem] = []

@@ -72,10 +72,6 @@ def describe(
     `units` and `root` are patterns of module paths (see `units`); without `root`, what is in no unit is the root's.
     `tp_dims` maps shell patterns of names to the dimension that tensor parallelism cuts, and is asked before the
     built-in rules. What `layout` does not depend on is not asked for: units with `fsdp2`, and nothing with `even`.
-
-    Raises:
-        MappingError: tensor parallelism is asked for and a name has no rule; a layer's experts are not 0 .. n-1.
-        UsageError: a tensor has no place in any FSDP unit.
     """
     by_name = {tensor.name: tensor for tensor in tensors}
     names = model_order(list(by_name))

@@ -65,9 +65,6 @@ def rank_memory(
 
     `main_dtype` is that of the weights the optimizer steps (None: the model's own), `grad_dtype` that of the
     gradient buffers (None: the model's).
-
-    Raises:
-        UsageError: the layout `even` describes files, not a training job.
     """
     if placement.layout == "even":
         raise UsageError("--layout even says how files are cut, not what a job holds; choose another layout")

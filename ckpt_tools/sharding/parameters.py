@@ -136,9 +136,6 @@ def check_parameters(parameters: Sequence[Parameter], topology: Topology, scalar
     """Return if every parameter can be cut by tensor and expert parallelism as asked.
 
     `scalars` allows tensors without a first dimension to shard, or without elements in a row.
-
-    Raises:
-        UsageError: all that cannot, each with its name and numbers.
     """
     problems = [problem for p in parameters for problem in _problems(p, topology)]
     if not scalars:

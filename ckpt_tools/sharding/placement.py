@@ -84,10 +84,6 @@ class Placement:
         layout: ``mfsdp-v1``, ``mfsdp-v2``, ``fsdp2``, or ``even``: every checkpoint tensor as
             torch's ``Shard(0)`` over all ranks, whatever the topology's axes are.
         bucket_size: elements after which v1 closes a bucket of parameters outside all units; None never does.
-
-    Raises:
-        UsageError: the layout, the topology and the parameters do not go together; names every tensor that is
-            at fault, and for a tensor that v1 would cut inside a row also the row, the rank and a way out.
     """
 
     def __init__(

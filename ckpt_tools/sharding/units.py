@@ -130,11 +130,6 @@ def find_units(
     """Paths of the unit modules that `names` lie in, in order of first appearance.
 
     Without `root`, `units` are all that there are.
-
-    Raises:
-        UsageError: without `root`, no module is a unit; else names with a numbered module that no pattern of `units`
-            or `root` covers. They look like layers of an unknown kind, and whether they are units decides how they
-            are packed.
     """
     inside, outside = [_pattern(glob) for glob in units], [_pattern(glob) for glob in root or ()]
 

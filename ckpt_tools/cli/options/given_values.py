@@ -21,9 +21,6 @@ def parse_bytes(text: str) -> int:
     """Bytes from a size as people write it: `96MiB`, `5GB`, `1048576`.
 
     kB, MB, GB and TB are powers of 1000, as Hugging Face reads them; kiB and so on of 1024.
-
-    Raises:
-        UsageError: not a size, or less than a byte.
     """
     from ckpt_tools.errors import UsageError
 
@@ -38,11 +35,7 @@ def parse_bytes(text: str) -> int:
 
 
 def iteration_number(iteration: str | None, allowed: str = "a number, or all") -> int | None:
-    """The number that `--iteration` names, where it may be `all` too; None for the latest.
-
-    Raises:
-        UsageError: not a number.
-    """
+    """The number that `--iteration` names, where it may be `all` too; None for the latest."""
     if iteration is None:
         return None
     from ckpt_tools.errors import UsageError
@@ -54,11 +47,7 @@ def iteration_number(iteration: str | None, allowed: str = "a number, or all") -
 
 
 def one_iteration(iteration: str | None) -> int | None:
-    """The number that `--iteration` names where one is meant; None for the latest.
-
-    Raises:
-        UsageError: not a number; all of them, which other commands take.
-    """
+    """The number that `--iteration` names where one is meant; None for the latest."""
     from ckpt_tools.errors import UsageError
 
     if iteration == "all":
@@ -75,11 +64,7 @@ def words(text: str) -> tuple[str, ...]:
 
 
 def finite(number: float) -> float:
-    """A number that is one.
-
-    Raises:
-        UsageError: it is not, which no limit refuses.
-    """
+    """A number that is one."""
     from math import isnan
 
     from ckpt_tools.errors import UsageError
@@ -95,11 +80,7 @@ def globs(given: list[Any] | None) -> tuple[Any, ...]:
 
 
 def shares(text: str | None) -> tuple[float, ...] | None:
-    """Numbers with commas between them.
-
-    Raises:
-        UsageError: they are not.
-    """
+    """Numbers with commas between them."""
     from ckpt_tools.errors import UsageError
 
     try:
@@ -132,10 +113,6 @@ def in_a_folder(file: Path | None) -> Path | None:
     """`file`, if it can be made where it is to be: told before the work, not after it.
 
     A report or a page replaces an earlier one, and nothing else: least of all a file of a checkpoint.
-
-    Raises:
-        UsageError: its folder is not there, cannot be written or holds a checkpoint; it is a folder, cannot be
-            written, or has another content than reports and pages have.
     """
     if file is None or str(file) == "-":  # stdout
         return file

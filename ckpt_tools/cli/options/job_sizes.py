@@ -27,11 +27,7 @@ JOB_SIZES = frozenset({"layout", "world_size", "gpus", "dp_shard", "tp", "units"
 
 
 def layout_of(given: Given) -> Layout | None:
-    """The layout that the placement options ask for; None when they ask for nothing.
-
-    Raises:
-        UsageError: sizes that do not multiply to the world, or a topology Megatron-FSDP refuses.
-    """
+    """The layout that the placement options ask for; None when they ask for nothing."""
     from ckpt_tools.commands.job.placements import Layout
 
     _refuse_mistyped(given)
@@ -54,11 +50,7 @@ def layout_of(given: Given) -> Layout | None:
 
 
 def _name(given: Given) -> LayoutName | None:
-    """Whose placement is asked for: one that has units where these are named.
-
-    Raises:
-        UsageError: it has none.
-    """
+    """Whose placement is asked for: one that has units where these are named."""
     layout: LayoutName | None = given["layout"]
     if not given["units"]:
         return layout

@@ -56,11 +56,7 @@ def with_options(
 
 
 def read_values(context: Any) -> dict[str, Any]:
-    """The values of the options of a command that was parsed and is not to be run, as it would get them.
-
-    Raises:
-        UsageError: one of them is not a value of its option.
-    """
+    """The values of the options of a command that was parsed and is not to be run, as it would get them."""
     rows: Mapping[str, Row] = context.command.callback.rows
     given = {name: context.params[name] for name in rows}
     paths = {name for name, row in rows.items() if row.kind is Path and given[name] is not None}

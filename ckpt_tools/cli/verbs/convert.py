@@ -75,11 +75,7 @@ def convert(
 
 
 def as_meant(ctx: typer.Context, to: Format, given: dict[str, Any]) -> dict[str, Any]:
-    """What was given, with what is meant by what was not.
-
-    Raises:
-        UsageError: options that have no meaning for this format.
-    """
+    """What was given, with what is meant by what was not."""
     _refuse_meaningless(ctx, to)
     given["keep_plain"] = not is_given(ctx, "to")
     if not is_given(ctx, "ep") and to == "torch_dist":

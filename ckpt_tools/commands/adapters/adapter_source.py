@@ -84,11 +84,7 @@ class AdapterSource:
         return replace(opened, catalog=replace(catalog, tensors=tensors, objects=objects))
 
     def into(self, model: Model) -> Model:
-        """The base with the adapter's tensors in its catalog, and the weights that the adapter holds whole.
-
-        Raises:
-            MappingError: such weights that the base does not have, or in another shape.
-        """
+        """The base with the adapter's tensors in its catalog, and the weights that the adapter holds whole."""
         parts = {
             (part.name, part.expert): (part, entry.key)
             for name, entry in self.whole.items()
@@ -121,11 +117,6 @@ def read_adapter_source(
 
     Args:
         otherwise: what to do where it holds none.
-
-    Raises:
-        UsageError: nothing tells alpha, or `alpha` contradicts what is stored.
-        UnsupportedCheckpointError: no adapter there, or of another kind.
-        MappingError: it is not whole, or contradicts its settings.
     """
     is_wrapped = adapter is base
     location = adapter.location
@@ -165,11 +156,7 @@ def _joined(adapter: Opened, tensors: AdapterTensors, is_wrapped: bool) -> Adapt
 
 
 def _settings(adapter: Opened, base: Opened) -> AdapterSettings:
-    """What the checkpoints say of the adapter.
-
-    Raises:
-        UnsupportedCheckpointError: it is of another kind.
-    """
+    """What the checkpoints say of the adapter."""
     section = _peft_section(adapter.files)
     name = str(section.get("_target_", "LoRA")).rpartition(".")[2]
     if name not in _MERGED:

@@ -25,13 +25,7 @@ if TYPE_CHECKING:
 
 
 def plan_peft(opened: Opened, options: ExportOptions) -> Conversion:
-    """Everything up to the first byte.
-
-    Raises:
-        UsageError: no Hugging Face model is named, or nothing tells alpha.
-        UnsupportedCheckpointError: no adapter there, or of a kind that is not written.
-        MappingError: it does not fit the model.
-    """
+    """Everything up to the first byte."""
     if options.hf_config is None:
         raise UsageError("--peft: the names are those of the base model; pass its directory with --hf-config")
     if options.dtype is not None and options.dtype not in CASTABLE:

@@ -27,11 +27,6 @@ def merge_peft(base: Catalog, adapter: str, shared: tuple[str, str] | None) -> W
     """The tensors of a model with those of the PEFT directory `adapter` added; `shared` as of `with_adapter`.
 
     Its files are named as among joined folders.
-
-    Raises:
-        UnsupportedCheckpointError: not such a directory, or an adapter that is not merged.
-        MappingError: it does not fit the model.
-        CorruptCheckpointError: damaged files.
     """
     with closing(open_files(snapshot_of(adapter))) as files:
         if not files.exists(ADAPTER_CONFIG):

@@ -177,11 +177,7 @@ def _meant_for_export(a: Opened, b: Opened, ignore: tuple[str, ...]) -> tuple[st
 
 
 def _idle_globs(sides: tuple[Side, Side], options: DiffOptions, used: tuple[str, ...]) -> list[str]:
-    """A note on every glob of `ignore` that matches nothing, but for those that were `used` already.
-
-    Raises:
-        UsageError: one of `keys` does, or nothing is left to compare: neither may make checkpoints equal.
-    """
+    """A note on every glob of `ignore` that matches nothing, but for those that were `used` already."""
     names = list(dict.fromkeys(name for side in sides for name in (*side.objects, *side.tensors)))
 
     def look_inside(globs: tuple[str, ...] | None) -> None:

@@ -57,9 +57,6 @@ def sides_by_export(
         ignore_keys: as `export-hf --ignore-keys`: globs of the checkpoint's keys that the model was made without.
         rules: as `export-hf --rules`.
         headers: no payload is read; the notes say what else the checkpoint alone has.
-
-    Raises:
-        MappingError: the checkpoint cannot be exported as the model that config.json describes.
     """
     folder = model.location.path
     options = ExportOptions(

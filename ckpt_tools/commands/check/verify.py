@@ -108,12 +108,7 @@ def verify_checkpoints(
     options: VerifyOptions | None = None,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> list[Report]:
-    """A report for each of several paths; what is not a checkpoint is a report that says so.
-
-    Raises:
-        UsageError: a manifest belongs to one checkpoint.
-        StorageError: the file system refuses to read.
-    """
+    """A report for each of several paths; what is not a checkpoint is a report that says so."""
     options = options or VerifyOptions()
     if options.manifest is not None or options.write_manifest is not None:
         raise UsageError("a manifest is of one checkpoint; verify the others without it")
@@ -202,11 +197,7 @@ def _read_catalog(location: Location, files: Files, options: VerifyOptions) -> C
 
 
 def _read_manifest(options: VerifyOptions) -> object:
-    """The manifest to compare with, None for none; told before anything is read, as is one that cannot be written.
-
-    Raises:
-        UsageError: it is absent or not JSON, or the one to write is there already.
-    """
+    """The manifest to compare with, None for none; told before anything is read, as is one that cannot be written."""
     path, new = options.manifest, options.write_manifest
     if new is not None and new.exists():
         raise UsageError(f"{new} exists; delete it or choose another name. --manifest {new} compares with it")

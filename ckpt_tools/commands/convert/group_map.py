@@ -60,11 +60,7 @@ def build_group_map(
 
 
 def load_group_map(path: Path) -> dict[str, int]:
-    """A map file as it stands: parameter names to group ids, checked only for its form.
-
-    Raises:
-        MappingError: the file is not a flat JSON object, or names a parameter twice.
-    """
+    """A map file as it stands: parameter names to group ids, checked only for its form."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)

@@ -32,11 +32,7 @@ if TYPE_CHECKING:
 
 
 def prepare_relayout(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversion:
-    """The `fsdp_dtensor` checkpoint for a job of `layout`: keys that nobody knows go along, byte for byte.
-
-    Raises:
-        UsageError: an option that only a conversion from another format can meet, or `--tp` is needed.
-    """
+    """The `fsdp_dtensor` checkpoint for a job of `layout`: keys that nobody knows go along, byte for byte."""
     refuse_changes(opened.location, options)
     common = opened.common
     source = read_fsdp_source(opened.files, opened.catalog, common, options.ignore_keys, opened.trust_pickle)
@@ -88,10 +84,7 @@ def stored_archives(files: Files, built: Relayout) -> Iterator[tuple[str, bytes]
 
 
 def refuse_changes(location: Location, options: ConvertOptions) -> None:
-    """
-    Raises:
-        UsageError: an option that only a conversion from another format can meet.
-    """
+    """Raise UsageError if an option that only a conversion from another format can meet."""
     if options.target.fresh_optimizer:
         raise UsageError(
             f"{location.path} is already an fsdp_dtensor checkpoint: `strip --fresh-optimizer` gives it an optimizer "
@@ -111,10 +104,7 @@ def refuse_changes(location: Location, options: ConvertOptions) -> None:
 
 
 def need_other_job(location: Location, options: ConvertOptions) -> None:
-    """
-    Raises:
-        UsageError: no job is named, so that nothing would change.
-    """
+    """Raise UsageError if no job is named, so that nothing would change."""
     refuse_changes(location, options)
     if options.layout is None and options.target.tp is None:
         raise UsageError(

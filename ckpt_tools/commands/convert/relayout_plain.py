@@ -43,10 +43,7 @@ def plain_layout(layout: Layout) -> Layout:
 
 
 def need_job(location: Location, options: ConvertOptions) -> None:
-    """
-    Raises:
-        UsageError: no job is named, so that nothing would change.
-    """
+    """Raise UsageError if no job is named, so that nothing would change."""
     if options.layout is None:
         raise UsageError(
             f"nothing to convert: {location.path} is a PyTorch state dict already, and no other job is named. Give "
@@ -63,11 +60,7 @@ class _Plain:
 
 
 def prepare_plain(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversion:
-    """The state dict for a job of `layout`: every key as it is, whoever the model is.
-
-    Raises:
-        UsageError: options that change a model, or cut it in a way that only Megatron's is known for.
-    """
+    """The state dict for a job of `layout`: every key as it is, whoever the model is."""
     _refuse_changes(opened.location, options, layout)
     catalog, left_out = leave_out(opened.catalog, options.ignore_keys)
     found = read_state_dict(catalog)
@@ -162,11 +155,7 @@ def masters_beside_weights(opened: Opened) -> list[TargetTensor]:
 
 
 def _owners(catalog: Catalog, found: StateDict, layout: Layout, values: SmallValues) -> dict[str, str]:
-    """The parameter of every state that has its shape, by the state's key.
-
-    Raises:
-        UsageError: the parameters of numbered states are not known, and the layout puts them beside these.
-    """
+    """The parameter of every state that has its shape, by the state's key."""
     of_keys: dict[str, str] = {}
     for optimizer in found.optimizers:
         try:
@@ -184,10 +173,7 @@ def _target(
 
 
 def _refuse_changes(location: Location, options: ConvertOptions, layout: Layout) -> None:
-    """
-    Raises:
-        UsageError: options that only a Megatron model can meet.
-    """
+    """Raise UsageError if options that only a Megatron model can meet."""
     if replace(options.target, tp=None) != TargetOptions():
         raise UsageError(
             f"{location.path} is laid out as it is: names, types, groups and vocabulary stay; leave those options out"

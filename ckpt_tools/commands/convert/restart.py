@@ -37,13 +37,7 @@ def begin_anew(
     options: EditOptions,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Target, WriteReport]:
-    """What was written: the stored weights, and everything that a job with an optimizer asks for beside them.
-
-    Raises:
-        UsageError: a setting of the optimizer is needed.
-        MappingError: the stored names are not those of the model that the args describe.
-        Otherwise the errors of reading, planning and writing.
-    """
+    """What was written: the stored weights, and everything that a job with an optimizer asks for beside them."""
     wanted = replace(settings, fresh_optimizer=True, weights_only=True)
     found = read_fsdp_source(
         opened.files, opened.catalog, opened.common, (), opened.trust_pickle, weights_only=True
@@ -81,11 +75,7 @@ def _model(source: FsdpSource, opened: Opened) -> Model:
 
 
 def _named_as_stored(model: Model, about: TargetOptions, source: FsdpSource) -> FsdpTarget:
-    """The target in the dialect whose names are stored.
-
-    Raises:
-        MappingError: there is none.
-    """
+    """The target in the dialect whose names are stored."""
     stored = {key for key in source.catalog.tensors if model_name(key)}
     keys = source.catalog.tensors.keys()
     prefix = next(

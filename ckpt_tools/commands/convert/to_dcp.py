@@ -80,10 +80,7 @@ def prepare_dcp(opened: Opened, options: ConvertOptions, layout: Layout) -> Conv
 
 
 def _refuse_halves(target: TargetOptions) -> None:
-    """
-    Raises:
-        UsageError: options about keys that a plain state dict does not have.
-    """
+    """Raise UsageError if options about keys that a plain state dict does not have."""
     plain = TargetOptions()
     asked = {
         "swiglu": target.swiglu is not None or target.swiglu_modules != (),

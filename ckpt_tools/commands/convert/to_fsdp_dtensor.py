@@ -143,12 +143,7 @@ def prepare_model(
     layout: Layout,
     to: Literal["fsdp_dtensor", "dcp"] = "fsdp_dtensor",
 ) -> Conversion:
-    """The model as a job of `layout` loads it; `files` are those of its source.
-
-    Raises:
-        UsageError: `--tp` is needed and was left out, or contradicts the layout.
-        Otherwise the errors of `build_fsdp_target`.
-    """
+    """The model as a job of `layout` loads it; `files` are those of its source."""
     as_read, asked = model, options
     check_fresh(options)
     if options.fresh_optimizer:

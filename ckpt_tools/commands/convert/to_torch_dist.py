@@ -93,12 +93,7 @@ def plan_torch_dist(opened: Opened, options: ToTorchDistOptions, world: int) -> 
 
 
 def _read_source(opened: Opened, options: ToTorchDistOptions) -> Model:
-    """The model in a checkpoint of either kind.
-
-    Raises:
-        UnsupportedCheckpointError: it is of another kind.
-        UsageError: it is what it would become, or `--tp` is given where it says nothing.
-    """
+    """The model in a checkpoint of either kind."""
     kind, target = opened.location.kind, options.target
     if target.tp is not None:
         _refuse_tp(opened, target.tp)
@@ -119,19 +114,13 @@ def _read_source(opened: Opened, options: ToTorchDistOptions) -> Model:
 
 
 def _refuse_tp(opened: Opened, tp: int) -> None:
-    """
-    Raises:
-        UsageError: nothing in the source is arranged for one tensor-parallel size.
-    """
+    """Raise UsageError if nothing in the source is arranged for one tensor-parallel size."""
     if opened.location.kind == "torch_dist" or not packed_projections(opened.catalog.tensors):
         raise UsageError(f"--tp {tp}: {NO_SIZE}")
 
 
 def _refuse_same(location: Location, model: Model, options: ToTorchDistOptions) -> None:
-    """
-    Raises:
-        UsageError: a `torch_dist` checkpoint would be written as it is.
-    """
+    """Raise UsageError if a `torch_dist` checkpoint would be written as it is."""
     known = None if model.record is None else model.record.target
     wanted = replace(options.target, dialect=None) if options.target.dialect == known else options.target
     is_plain = model.optimizer_layout in (None, "fully_reshardable") and not any(
@@ -202,11 +191,7 @@ def _archives(
 
 
 def template_keys(template: str, trust_pickle: bool = False) -> tuple[str, ...]:
-    """Keys of all extra-state objects of a `torch_dist` checkpoint.
-
-    Raises:
-        MappingError: it has none.
-    """
+    """Keys of all extra-state objects of a `torch_dist` checkpoint."""
     with open_checkpoint(template, trust_pickle=trust_pickle) as opened:
         keys = tuple(key for key in opened.catalog.objects if fnmatchcase(key, EXTRA_STATE))
     if not keys:

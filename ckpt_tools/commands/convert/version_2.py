@@ -30,12 +30,7 @@ _NOTE = "named for Megatron-FSDP v2 (--megatron-fsdp-version 2 of Megatron-LM ma
 
 
 def for_version_2(prepared: Conversion, common: CommonState, layout: Layout) -> Conversion:
-    """What v2 asks for, of what v1 does; what has the names of v2 keeps them.
-
-    Raises:
-        MappingError: the model has tensors for which v2's form is not known.
-        UsageError: another program than main is to load it, or there is an optimizer.
-    """
+    """What v2 asks for, of what v1 does; what has the names of v2 keeps them."""
     _refuse(prepared, common, layout)
     made = prepared if is_version_2(t.key for t in prepared.target.tensors) else _renamed(prepared, respelled)
     return replace(

@@ -120,9 +120,6 @@ def mean_weights(count: int, weights: Sequence[float] | None, ema: float | None)
 
     An exponential moving average begins with the first checkpoint and takes `ema` of what it was and the rest of
     every later one.
-
-    Raises:
-        UsageError: fewer than two checkpoints, or shares that make no mean.
     """
     if count < 2:
         raise UsageError(
@@ -147,10 +144,7 @@ def mean_weights(count: int, weights: Sequence[float] | None, ema: float | None)
 
 
 def _check_places(sources: Sequence[str], output: str, opened: Sequence[Opened]) -> None:
-    """
-    Raises:
-        UsageError: the output overlaps a source, or the sources are of several kinds.
-    """
+    """Raise UsageError if the output overlaps a source, or the sources are of several kinds."""
     for source, one in zip(sources, opened, strict=True):
         refuse_overlap(source, one.location, output)
     kinds = {one.location.kind for one in opened}
@@ -160,11 +154,7 @@ def _check_places(sources: Sequence[str], output: str, opened: Sequence[Opened])
 
 
 def _read(opened: Opened, write: WriteOptions) -> tuple[Parts, Masters]:
-    """The parts of a source, and what was found of its masters.
-
-    Raises:
-        CorruptCheckpointError: masters do not belong to the weights because bits have changed.
-    """
+    """The parts of a source, and what was found of its masters."""
     try:
         parts = parts_of(opened, write.workers)
         return parts, _check_masters(opened, parts, write.threads)

@@ -205,10 +205,7 @@ def _copy(
 
 
 def _refuse_inner(location: Location, catalog: Catalog) -> None:
-    """
-    Raises:
-        UnsupportedCheckpointError: entries lie in folders inside the checkpoint.
-    """
+    """Raise UnsupportedCheckpointError if entries lie in folders inside the checkpoint."""
     if inner := sorted(name for name in _named_by(catalog) if "/" in name):
         raise UnsupportedCheckpointError(
             f"{location.path}: {METADATA} places entries in a folder inside the checkpoint ({inner[0]}), which copy "
@@ -284,10 +281,7 @@ def _archive_reads(files: Files, item: Item) -> Iterator[Range]:
 
 
 def _prove_record(files: Files, item: Item, key: str, record: Stretch) -> None:
-    """
-    Raises:
-        CorruptCheckpointError: a small record has another checksum than its writer stored.
-    """
+    """Raise CorruptCheckpointError if a small record has another checksum than its writer stored."""
     start, nbytes, crc32 = record
     if crc32 is not None:
         found = crc.crc32(files.read(item.file, start, nbytes))
@@ -317,10 +311,7 @@ def _disjoint(runs: Iterable[Run]) -> list[Run]:
 
 
 def _read_back(plan: Plan, files: Files, place: Output, write: WriteOptions) -> None:
-    """
-    Raises:
-        VerificationError: the copy is not, byte for byte, what the source is.
-    """
+    """Raise VerificationError if the copy is not, byte for byte, what the source is."""
     with closing(SourceReader(files)) as reader:
         same = is_written(plan, place, plan.items, reader, write, small_parts=True, tick=lambda: None)
     if not same:

@@ -59,12 +59,7 @@ class Parts:
 
 
 def parts_of(opened: Opened, workers: int | None = 1) -> Parts:
-    """What a mean with other checkpoints of this kind is taken of; `workers` as those of `Wanted`.
-
-    Raises:
-        UnsupportedCheckpointError: values that have no mean: encoded, or masters that nothing ties to their weights.
-        VerificationError, MappingError, CorruptCheckpointError: an optimizer that does not fit its weights.
-    """
+    """What a mean with other checkpoints of this kind is taken of; `workers` as those of `Wanted`."""
     if opened.location.kind == "torch_dist":
         return _torch_dist(opened, workers)
     return _RULES[opened.location.kind](opened)
@@ -152,11 +147,7 @@ _RULES: Mapping[str, Callable[[Opened], Parts]] = {
 def _sorted_out(
     opened: Opened, keys: Sequence[str], trained: set[str] | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Of a model's tensors those that are averaged, and those that are not; `trained` None: nothing tells.
-
-    Raises:
-        UnsupportedCheckpointError: numbers that a mean is not taken of.
-    """
+    """Of a model's tensors those that are averaged, and those that are not; `trained` None: nothing tells."""
     averaged = [key for key in keys if (not _BUFFER.search(key) if trained is None else key in trained)]
     tensors = opened.catalog.tensors
     numbers = [

@@ -70,9 +70,6 @@ def mend_keys(catalog: Catalog, common: CommonState, same: Callable[[str, str], 
     """What is to be done to the keys of a checkpoint; nothing to a sound one.
 
     `same` tells whether two objects are stored with the same bytes.
-
-    Raises:
-        MappingError: damage that is known, and that nothing in the checkpoint can mend.
     """
     made = MendedKeys({key: key for key in (*catalog.tensors, *catalog.objects)})
     _take_masters(catalog, made)
@@ -166,11 +163,7 @@ def _name_groups(catalog: Catalog, made: MendedKeys, same: Callable[[str, str], 
 
 
 def _number_layers(catalog: Catalog, common: CommonState, made: MendedKeys) -> None:
-    """The layers of a pipeline stage under their numbers in the model.
-
-    Raises:
-        MappingError: several stages were saved under one number, or the states do not fit the weights so numbered.
-    """
+    """The layers of a pipeline stage under their numbers in the model."""
     weights = {name: key for key in catalog.tensors if (name := model_name(key))}
     states = {found.name for found in map(fsdp_state, catalog.tensors) if found}
     groups = {found.name for found in map(group_key, catalog.objects) if found}

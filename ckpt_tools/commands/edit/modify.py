@@ -77,11 +77,7 @@ def modify_state_dict(
 
 
 def parse_operation(text: str) -> Operation:
-    """The operation that `remove REGEX` or `rename REGEX REPLACEMENT` describes.
-
-    Raises:
-        UsageError: it describes none.
-    """
+    """The operation that `remove REGEX` or `rename REGEX REPLACEMENT` describes."""
     kind, *words = text.split() or [""]
     if (kind, len(words)) not in (("remove", 1), ("rename", 2)):
         raise UsageError(
@@ -97,12 +93,7 @@ def parse_operation(text: str) -> Operation:
 
 
 def new_names(keys: Iterable[str], operations: Sequence[Operation]) -> dict[str, str]:
-    """Every key that stays -> its new name, in the given order.
-
-    Raises:
-        UsageError: an operation changes nothing, or nothing is left.
-        MappingError: two keys get the same name.
-    """
+    """Every key that stays -> its new name, in the given order."""
     removals = [op for op in operations if op.replacement is None]
     renames = [op for op in operations if op.replacement is not None]
     used: set[Operation] = set()

@@ -174,11 +174,7 @@ def _parts(
 
 
 def choose_cut(opened: Opened, layers: str, block: str | None) -> Cut:
-    """The layers to keep, from `start:stop` as Python counts.
-
-    Raises:
-        UsageError: see `slice_layers`.
-    """
+    """The layers to keep, from `start:stop` as Python counts."""
     kind = opened.location.kind
     if kind == "dcp":
         names = list(read_state_dict(opened.catalog).weights)
@@ -308,9 +304,6 @@ def sliced_settings(settings: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
     """The settings that say how many layers there are, or something of each, for the layers kept.
 
     In a vision-language model they are the language model's, beside which the run may record a config.json.
-
-    Raises:
-        UsageError: a setting that cannot say it of these layers, or may and is not known.
     """
     layers = Layers(cut.start, cut.stop, cut.count)
     if ".mtp." in f".{cut.block}":

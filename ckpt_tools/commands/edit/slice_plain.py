@@ -53,11 +53,7 @@ def renamer(block: str, start: int, stop: int) -> Rename:
 
 
 def plain_cut(opened: Opened, rename: Rename) -> PlainCut:
-    """The keys of a slice of the checkpoint.
-
-    Raises:
-        MappingError: states are numbered, and nothing tells which parameters they are of.
-    """
+    """The keys of a slice of the checkpoint."""
     catalog = opened.catalog
     found = read_state_dict(catalog)
     names: dict[str, str | None] = {key: key for key in (*catalog.tensors, *catalog.objects)}

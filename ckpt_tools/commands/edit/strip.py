@@ -118,11 +118,7 @@ def strip_checkpoint(
 
 
 def _proven(opened: Opened, level: CheckLevel, write: WriteOptions) -> tuple[Masters, tuple[str, ...]]:
-    """What the masters that are left out say of the weights; a note where they say nothing.
-
-    Raises:
-        VerificationError, CorruptCheckpointError: see `prove_rounding`.
-    """
+    """What the masters that are left out say of the weights; a note where they say nothing."""
     use = _use_of_masters(opened)
     if level == "none" or use != "left_out":
         return Masters(use), ()

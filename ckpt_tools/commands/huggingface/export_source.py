@@ -65,12 +65,6 @@ def read_export_source(
     Args:
         check: how to read the masters that the stored weights are to be compared with, also where those are not
             exported; None: they are not.
-
-    Raises:
-        UsageError: nothing names the type of the running model.
-        UnsupportedCheckpointError: neither `torch_dist` nor `fsdp_dtensor`.
-        MappingError: the parameters do not make a whole model.
-        VerificationError, CorruptCheckpointError: see `read_beside_masters`.
     """
     wide = dtype in _WIDE
     wanted = Wanted("masters" if wide else "none", ignored, unknown_keys=True, tp=tp)

@@ -51,11 +51,7 @@ _COMPUTED = "rotary frequencies are computed from config.json, not loaded"
 
 
 def families_with(rules: Path | None, config: Mapping[str, Any] | None = None) -> Mapping[str, Family]:
-    """The families that a model may be of: with a rule file the user's own alone, which it then is.
-
-    Raises:
-        UsageError: `config`, a config.json, is of another.
-    """
+    """The families that a model may be of: with a rule file the user's own alone, which it then is."""
     if rules is None:
         return FAMILIES
     own = load_rule_file(rules)
@@ -69,11 +65,7 @@ def families_with(rules: Path | None, config: Mapping[str, Any] | None = None) -
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of a Hugging Face directory.
-
-    Raises:
-        UnsupportedCheckpointError: there is none, or it is not a JSON object.
-    """
+    """config.json of a Hugging Face directory."""
     folder = snapshot_of(str(folder))
     path = path_in(folder, CONFIG)
     try:
@@ -120,11 +112,7 @@ def without_frequencies(catalog: Catalog) -> tuple[Catalog, tuple[str, ...]]:
 
 
 def seen_as(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
-    """A tensor of a model with the axes that views ask for; its chunks hold the same bytes.
-
-    Raises:
-        UnsupportedCheckpointError: it is stored in parts that are cut across one of the axes.
-    """
+    """A tensor of a model with the axes that views ask for; its chunks hold the same bytes."""
     if shape == entry.shape:
         return entry
     if entry.made is not None:
@@ -181,11 +169,7 @@ def unread_notes(files: Files) -> tuple[str, ...]:
 def prove_equal(
     files: Files, catalog: Catalog, bases: Mapping[str, Value], pairs: Iterable[tuple[str, str]]
 ) -> None:
-    """Compare parameters that must repeat each other, a tile at a time.
-
-    Raises:
-        MappingError: two of them differ; every pair is named with the first difference's tile.
-    """
+    """Compare parameters that must repeat each other, a tile at a time."""
     reader = BoxReader(files, catalog)
     problems = []
     try:

@@ -145,9 +145,6 @@ def plan_import(opened: Opened, options: ImportOptions, world: int) -> Conversio
 def completed(options: ImportOptions, config: Mapping[str, Any]) -> ImportOptions:
     """The options with what follows where nothing was said: the program that trains the model of this config.json,
     whether there is an optimizer, and which iteration.
-
-    Raises:
-        UsageError: that program does not train it.
     """
     fsdp, iteration = options.fsdp, options.iteration
     if _has_towers(options, config):
@@ -389,10 +386,7 @@ def _open(source: str, options: ImportOptions) -> Opened:
 
 
 def _refuse_foreign(folder: str) -> None:
-    """
-    Raises:
-        ForeignFormatError: another program's files, which it makes a model of.
-    """
+    """Raise ForeignFormatError if another program's files, which it makes a model of."""
     try:
         locate(folder)
     except ForeignFormatError:

@@ -66,14 +66,7 @@ def is_plain(opened: Opened) -> bool:
 
 
 def plan_plain(opened: Opened, options: ExportOptions, hf_config: str) -> Conversion:
-    """Everything up to the first byte.
-
-    Raises:
-        UsageError: options without a meaning here.
-        UnsupportedCheckpointError: there is no config.json, or the state dict is a map of parameter groups.
-        MappingError: names and shapes are not those of the model that the config.json describes, or nothing tells
-            what that has.
-    """
+    """Everything up to the first byte."""
     _refuse_meaningless(options)
     refuse_group_map(opened.files.location, opened.catalog)
     catalog, ignored = leave_out(opened.catalog, options.ignore_keys)
@@ -133,11 +126,7 @@ def _refuse_meaningless(options: ExportOptions) -> None:
 def expected_model(
     catalog: Catalog, config: Mapping[str, Any], rules: Path | None, hf_config: str
 ) -> Expected:
-    """What the model has: by the rules of its architecture; without such, by the weights beside the config.json.
-
-    Raises:
-        MappingError: there are neither.
-    """
+    """What the model has: by the rules of its architecture; without such, by the weights beside the config.json."""
     families = families_with(rules, config)
     plain = {name: value for name, value in config.items() if name != SETTINGS}
     try:

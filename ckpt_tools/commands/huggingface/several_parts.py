@@ -50,9 +50,6 @@ def reference_of(
         folder: with the config.json that is known of it; None: the one that the checkpoint records, if it does.
         alone: the language model is to be one of its own.
         whole: the model that it is compared with, where it is.
-
-    Raises:
-        MappingError: nothing tells what its parts are, or what is told is not known.
     """
     if whole is not None:
         known_to_bridge(whole.config)

@@ -74,12 +74,7 @@ def tower_tensors(folder: str) -> Catalog:
 
 
 def whole_model(folder: str) -> WholeModel:
-    """The vision-language model in a directory.
-
-    Raises:
-        MappingError: not one whose language model is known, or tensors of the other towers are not there.
-        UnsupportedCheckpointError: no safetensors weights there, or quantized ones.
-    """
+    """The vision-language model in a directory."""
     config = read_config(folder)
     if config.get(QUANTIZED):
         raise UnsupportedCheckpointError(

@@ -128,11 +128,7 @@ class Conversion:
         return lay_out(self.catalog, self.target, core, archives, layout, only, self.keep_order)
 
     def _refuse_impossible_tp(self) -> None:
-        """`--tp` without the job's other sizes is what the output says that it is for: such a job must be able to be.
-
-        Raises:
-            UsageError: it does not divide some tensors.
-        """
+        """`--tp` without the job's other sizes is what the output says that it is for: such a job must be able to be."""
         tp = self.job.record.tp if self.job is not None else None
         if (
             self.to == "fsdp_dtensor"
@@ -260,11 +256,7 @@ def _complete(place: Output, conversion: Conversion) -> Output:
 
 
 def prove_zeros(opened: Opened, conversion: Conversion) -> None:
-    """Rows that a smaller vocabulary leaves out must be zeros where nothing tells how many tokens are real.
-
-    Raises:
-        MappingError: some are not.
-    """
+    """Rows that a smaller vocabulary leaves out must be zeros where nothing tells how many tokens are real."""
     for tensor, box in conversion.must_be_zero:
         if read_box(opened.files, conversion.catalog, tensor, box).any():
             prove_payloads(opened.files, conversion.catalog, sorted({s.key for s in tensor.sources}), 1)
@@ -277,11 +269,7 @@ def prove_zeros(opened: Opened, conversion: Conversion) -> None:
 def with_proven_masters(
     opened: Opened, conversion: Conversion, options: WriteOptions, ranks: Ranks
 ) -> tuple[Conversion, Masters]:
-    """The conversion, and what its masters were shown to be; one of weights does without those that are not.
-
-    Raises:
-        VerificationError, UnsupportedCheckpointError: masters that do not belong to the stored weights.
-    """
+    """The conversion, and what its masters were shown to be; one of weights does without those that are not."""
     try:
         return conversion, _prove_masters(opened, conversion, options, ranks)
     except (VerificationError, UnsupportedCheckpointError) as error:
@@ -300,12 +288,7 @@ def with_proven_masters(
 
 
 def _prove_masters(opened: Opened, conversion: Conversion, options: WriteOptions, ranks: Ranks) -> Masters:
-    """Every master rounds to its stored weight; the ranks share them out.
-
-    Raises:
-        CorruptCheckpointError: some do not, as payloads are damaged.
-        VerificationError: some do not, and their payloads are what was stored.
-    """
+    """Every master rounds to its stored weight; the ranks share them out."""
     mode = conversion.check_masters
     if mode == "none" or not conversion.must_round:
         return Masters(conversion.masters)

@@ -70,10 +70,6 @@ def convert_iterations(
 
     The source's latest comes last, and the output's tracker ends on it if it is there. With several processes the
     first failure ends the run: they could not agree on going on.
-
-    Raises:
-        UsageError: `source` is not a run's root.
-        Interrupted, Terminated: stopped from outside.
     """
     numbers, latest = all_iterations(source)
     present = (
@@ -99,12 +95,7 @@ def convert_iterations(
 
 
 def all_iterations(source: str) -> tuple[list[int | None], int | None]:
-    """Every iteration of a run's root in the order of conversion, and the latest (None: a release).
-
-    Raises:
-        UsageError: `source` is not a run's root.
-        Otherwise, where it holds no iteration, the errors of `locate`.
-    """
+    """Every iteration of a run's root in the order of conversion, and the latest (None: a release)."""
     numbers: list[int | None] = list(iteration_numbers(source))
     try:
         location = locate(source)

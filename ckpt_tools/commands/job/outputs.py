@@ -30,9 +30,6 @@ def choose_output(
 
     An output that is itself named as an iteration is one directory, and that of a source whose folder tells no
     iteration. Without `tracker` the root's tracker stays as it is.
-
-    Raises:
-        UsageError: the output is the source, or one of them lies inside the other.
     """
     refuse_overlap(source, location, output)
     is_run = location.kind in ("torch_dist", "fsdp_dtensor")

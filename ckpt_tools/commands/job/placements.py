@@ -109,11 +109,7 @@ def even_placement(world: int, ranks: Sequence[int]) -> PlanPlacement:
 
 
 def place_model(model: LiveModel, layout: Layout) -> Placement:
-    """The placement of a model's parameters over the ranks of the training job.
-
-    Raises:
-        UsageError, MappingError: the topology or layout is impossible for these parameters.
-    """
+    """The placement of a model's parameters over the ranks of the training job."""
     if layout.topology is None:
         raise UsageError(f"--layout {layout.name} needs a topology: give --dp-shard and the other sizes")
     tp_dims = mla_tp_dims(model.local_spec)

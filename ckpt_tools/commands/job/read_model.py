@@ -51,12 +51,7 @@ class Wanted:
 
 
 def read_model(opened: Opened, wanted: Wanted | None = None) -> Model:
-    """The model that the checkpoint holds.
-
-    Raises:
-        UnsupportedCheckpointError: of a kind that is not read here.
-        Otherwise the errors of `read_torch_dist`, `read_fsdp_source` and `fsdp_model`.
-    """
+    """The model that the checkpoint holds."""
     kind = opened.location.kind
     if kind not in READ:
         raise UnsupportedCheckpointError(
@@ -173,10 +168,7 @@ READ: Mapping[str, Callable[[Opened, Wanted], Model]] = {
 
 
 def need_torch_dist(opened: Opened) -> None:
-    """
-    Raises:
-        UnsupportedCheckpointError: the checkpoint is of another kind.
-    """
+    """Raise UnsupportedCheckpointError if the checkpoint is of another kind."""
     found = opened.location.kind
     if found != "torch_dist":
         raise UnsupportedCheckpointError(

@@ -93,10 +93,6 @@ def rewrite(
     `blobs` are the archives of the target's objects; `companions` replace the small files of the source of the same
     name; `catalog` is the source's with tensors added that stand inside its objects, or that `files` hold besides.
     `placement` and its number of files are those of `keep_chunks` unless given.
-
-    Raises:
-        UsageError: the output overlaps the source or is taken.
-        MappingError, CorruptCheckpointError, StorageError: as planning and writing say.
     """
     place = choose_output(source, opened.location, output, options.overwrite, options.resume, options.tracker)
     where, world = placement or keep_chunks(catalog or opened.catalog)
@@ -127,10 +123,7 @@ def keep_chunks(catalog: Catalog) -> tuple[Placement, int]:
 
 
 def need_dcp(opened: Opened) -> None:
-    """
-    Raises:
-        UnsupportedCheckpointError: it is not a torch distributed checkpoint.
-    """
+    """Raise UnsupportedCheckpointError if it is not a torch distributed checkpoint."""
     if opened.location.kind == "safetensors":
         raise UnsupportedCheckpointError(
             f"{opened.location.path} is a Hugging Face model; only torch distributed checkpoints are edited"

@@ -42,11 +42,7 @@ class TargetJob:
 
 
 def said_tp(asked: int | None, layout: Layout | None) -> Size | None:
-    """Tensor-parallel ranks of the target as the user put it, None when nothing was said.
-
-    Raises:
-        UsageError: no number of ranks, or the options contradict each other.
-    """
+    """Tensor-parallel ranks of the target as the user put it, None when nothing was said."""
     if asked is not None and asked < 1:
         raise UsageError(f"--tp {asked}: at least one rank is needed")
     topology = None if layout is None else layout.topology
@@ -75,11 +71,7 @@ def sized(record: TargetRecord, tp: Size | None, layout: Layout, has_experts: bo
 
 
 def need_tp(packed: Iterable[str], asked: int | None, layout: Layout | None, stored: Size | None) -> None:
-    """Refuse to pack for a number of ranks that nobody has given: the wrong one loads, and trains wrongly.
-
-    Raises:
-        UsageError: `packed` are some tensors, and `--tp` was left out.
-    """
+    """Refuse to pack for a number of ranks that nobody has given: the wrong one loads, and trains wrongly."""
     names = tuple(packed)
     given = asked is not None or (layout is not None and layout.topology is not None and layout.tp_given)
     if not names or given:

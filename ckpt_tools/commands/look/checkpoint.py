@@ -88,12 +88,7 @@ class Tensor:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> Any:
-        """What numpy would give for this basic index: integers, slices, `...`; only that is read.
-
-        Raises:
-            IndexError: outside of the shape, as numpy has it, or an index by arrays.
-            CorruptCheckpointError: what is stored there is damaged.
-        """
+        """What numpy would give for this basic index: integers, slices, `...`; only that is read."""
         parts = index if isinstance(index, tuple) else (index,)
         if not all(map(_is_basic, parts)):
             raise IndexError(
@@ -287,12 +282,7 @@ class Checkpoint(Mapping[str, Any]):
 
     @cached_property
     def parameters(self) -> Parameters:
-        """The parameters of a Megatron checkpoint, whatever its format and its optimizer's layout.
-
-        Raises:
-            UnsupportedCheckpointError: of another format, whose tensors stand under their keys alone.
-            MappingError: what is stored does not make a model.
-        """
+        """The parameters of a Megatron checkpoint, whatever its format and its optimizer's layout."""
         model = read_model(self._opened, Wanted(unknown_keys=True))
         return Parameters(self._reader_of(model.catalog), model)
 

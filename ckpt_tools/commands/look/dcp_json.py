@@ -30,9 +30,6 @@ def dcp_as_json(path: str, values: bool = False, trust_pickle: bool = False) -> 
     """Tensors and objects of the checkpoint in `path`, in stored order, as JSON values.
 
     With `values`, objects and scalars (tensors of one element) of at most 64 KiB come with their value.
-
-    Raises:
-        UnsupportedCheckpointError, CorruptCheckpointError: as `read_catalog` and `load_object`.
     """
     files = open_files(path)
     try:
@@ -56,12 +53,7 @@ def dcp_as_json(path: str, values: bool = False, trust_pickle: bool = False) -> 
 
 
 def write_group_map(path: str, trust_pickle: bool = False) -> str | None:
-    """Write the map file of a group map dump into its folder and return its path; None for any other checkpoint.
-
-    Raises:
-        UsageError: the dump is in an object store, where nothing is written on the side.
-        StorageError: the folder cannot be written.
-    """
+    """Write the map file of a group map dump into its folder and return its path; None for any other checkpoint."""
     groups = read_group_map(path, trust_pickle)
     if groups is None:
         return None

@@ -114,11 +114,7 @@ def check_rank_masters(
 
 
 def mesh_axes(names: Sequence[str] | None, shape: Sequence[int]) -> dict[str, int]:
-    """Sizes of the topology's axes on a mesh.
-
-    Raises:
-        UsageError: an axis is not known, stands for one that is there already, or the order is not Megatron's.
-    """
+    """Sizes of the topology's axes on a mesh."""
     if names is None:
         if len(shape) != 1:
             raise UsageError(f"a mesh of shape {tuple(shape)} needs names for its axes: {_known_axes()}")

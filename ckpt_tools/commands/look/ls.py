@@ -222,12 +222,7 @@ def iteration_row(
     trust_pickle: bool,
     is_latest: bool = False,
 ) -> IterationRow:
-    """What the iteration at `path` is, whose files have these sizes.
-
-    Raises:
-        StorageError: the system or the store refused.
-        UsageError: such a location cannot be opened.
-    """
+    """What the iteration at `path` is, whose files have these sizes."""
     nbytes, files = sum(sizes.values()), len(sizes)
     try:
         with open_checkpoint(path, None, trust_pickle, with_common=False) as opened:

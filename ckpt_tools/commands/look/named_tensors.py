@@ -56,10 +56,6 @@ def named_tensors(opened: Opened, by: str = "auto", workers: int | None = 1) -> 
     """The tensors by `parameters`, by `keys`, or by the first of them that the checkpoint can be read by.
 
     `workers` as those of `Wanted`.
-
-    Raises:
-        UsageError: by parameters, of a kind that has none.
-        Otherwise, by parameters, the errors of `read_model`.
     """
     kind = opened.location.kind
     if by == PARAMETERS and kind not in READ:

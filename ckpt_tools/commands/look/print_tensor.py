@@ -124,9 +124,6 @@ def parse_slice(text: str, shape: Sequence[int]) -> tuple[Box, tuple[int, ...]]:
     """The box that `0:2, :, 3` shows of a tensor of `shape`, and the dimensions with an index, which numpy drops.
 
     Dimensions that are not named are taken whole.
-
-    Raises:
-        UsageError: not a slice, or not one of this shape.
     """
     parts = text.strip("[] ").split(",") if text.strip("[] ") else []
     if len(parts) > len(shape):

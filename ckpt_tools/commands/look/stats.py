@@ -304,11 +304,7 @@ def _named(side: Side, notes: tuple[str, ...], role: str | None = None) -> Named
 
 
 def _chosen(tensors: Sequence[NamedTensor], options: StatsOptions) -> list[NamedTensor]:
-    """The tensors that are asked for.
-
-    Raises:
-        UsageError: a glob or a role that no tensor has: nothing found must not look like nothing wrong.
-    """
+    """The tensors that are asked for."""
     names = dict.fromkeys(name for t in tensors for name in (t.name, *t.keys))
     wrong = unmatched_lines("--keys", options.keys, names)
     roles = dict.fromkeys(t.role for t in tensors)

@@ -39,11 +39,7 @@ def default_bytes(threads: int, workers: int, uses_store: bool) -> int:
 def thread_memory(
     memory_bytes: int | None, threads: int, workers: int, reads_store: bool, writes_store: bool
 ) -> ThreadMemory:
-    """The share of each thread, when `workers` processes of `threads` threads have `memory_bytes` together.
-
-    Raises:
-        UsageError: the memory is not enough for the smallest useful buffers.
-    """
+    """The share of each thread, when `workers` processes of `threads` threads have `memory_bytes` together."""
     kind = (reads_store, writes_store)
     if memory_bytes is None:
         memory_bytes = default_bytes(threads, workers, any(kind))

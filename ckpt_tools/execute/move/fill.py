@@ -45,10 +45,6 @@ class Filler:
 
         `box` has the coordinates of the transfers' boxes, whose zero is `origin` of tensor `key`; `out` has its shape
         and the type `casts.raw_dtype(dtype)`.
-
-        Raises:
-            VerificationError: a cast makes an infinity of a number.
-            CorruptCheckpointError: a payload is damaged, or holds what no writer of its encoding writes.
         """
         for transfer in transfers:
             common = transfer.box.intersect(box)

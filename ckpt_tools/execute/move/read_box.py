@@ -165,10 +165,6 @@ class BoxReader:
         """The elements of `box` (global coordinates of `target`), of the type `casts.numpy_dtype(target.dtype)`.
 
         Elements that no source of a `zero_filled` target shows are zeros.
-
-        Raises:
-            MappingError, CorruptCheckpointError: as `TargetReader.locate`.
-            VerificationError: a cast makes an infinity of a number.
         """
         return self.tensor(target)(box)
 
@@ -194,11 +190,7 @@ class BoxReader:
 
 
 def read_proven(files: Files, catalog: Catalog, target: TargetTensor) -> Array:
-    """All of a target tensor, as `BoxReader.read`, from payloads that have the checksums their writer stored.
-
-    Raises:
-        CorruptCheckpointError: one of them has another.
-    """
+    """All of a target tensor, as `BoxReader.read`, from payloads that have the checksums their writer stored."""
     proof = SourceProof()
     reader = BoxReader(files, catalog, proof)
     try:

@@ -62,11 +62,7 @@ class SmallCopies:
         self.bytes_read = self._loaded.nbytes
 
     def archives(self) -> Iterator[tuple[list[bytes | memoryview], int] | None]:
-        """The parts of each item's archive and its payload's CRC-32; None for an item in an unusual frame.
-
-        Raises:
-            CorruptCheckpointError: a payload does not have the CRC-32 that its archive states.
-        """
+        """The parts of each item's archive and its payload's CRC-32; None for an item in an unusual frame."""
         for item, transfer in zip(self._items, self._copies, strict=True):
             stored = self._loaded.item(transfer.item)
             source = tensor_frame(transfer.dtype, transfer.shape)

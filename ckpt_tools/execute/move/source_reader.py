@@ -85,12 +85,7 @@ class SourceReader:
             self._spool = None
 
     def payload(self, chunk: ChunkRef) -> Payload:
-        """Where the elements of a chunk lie.
-
-        Raises:
-            CorruptCheckpointError: the item is damaged, or holds another type or shape than the metadata says.
-            UnsupportedCheckpointError: its elements lie in a way that is not read.
-        """
+        """Where the elements of a chunk lie."""
         with self._lock:
             found = self._payloads.get(chunk.item)
             if found is not None:
@@ -168,11 +163,7 @@ class SourceReader:
         return payload._replace(proof=self.proof.of(key, Stored(item, *record)))  # type: ignore[arg-type]
 
     def _reordered(self, chunk: ChunkRef, tensor: TensorBytes, stored: Payload) -> Payload:
-        """The payload rewritten row-major to a temporary file.
-
-        Raises:
-            UnsupportedCheckpointError: its elements share storage, and it would be too large.
-        """
+        """The payload rewritten row-major to a temporary file."""
         nbytes = prod(chunk.shape) * itemsize(chunk.dtype)
         if nbytes > max(tensor.nbytes, _MAX_REPEATED_BYTES):
             raise UnsupportedCheckpointError(

@@ -101,12 +101,7 @@ class Pump:
         return small_reads(self._source, items, len(self._scratch))
 
     def write_item(self, item: OutputItem, file: OutputFile) -> int:
-        """Write one item; returns its payload's CRC-32.
-
-        Raises:
-            CorruptCheckpointError: a source item is damaged or not what the metadata says.
-            StorageError: the file system refused.
-        """
+        """Write one item; returns its payload's CRC-32."""
         frame = _frame_of(item)
         at = item.offset + len(frame.head)
         total = 0
@@ -143,11 +138,7 @@ class Pump:
         return checksums
 
     def item_content(self, item: OutputItem) -> Iterator[bytes | memoryview]:
-        """The item's bytes in order, as `write_item` writes them; each part is valid until the next is asked for.
-
-        Raises:
-            CorruptCheckpointError: as `write_item`.
-        """
+        """The item's bytes in order, as `write_item` writes them; each part is valid until the next is asked for."""
         frame = _frame_of(item)
         yield frame.head
         total = 0

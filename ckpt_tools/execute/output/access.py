@@ -84,11 +84,7 @@ def _common_bits(folder: Path) -> int:
 
 
 def make_folder(parent: Folder, name: str, access: Access) -> Folder:
-    """A new directory with this access.
-
-    Raises:
-        FileExistsError: something has that name.
-    """
+    """A new directory with this access."""
     folder = parent.make(name, access.directory)
     status = os.fstat(folder.fd)
     mode, inherits = stat.S_IMODE(status.st_mode), bool(status.st_mode & stat.S_ISGID)
@@ -115,11 +111,7 @@ def give_group(fd: int, group: int) -> bool:
 
 
 def write_report(file: Path, data: bytes, source: Path | None) -> None:
-    """Write a file that a user named: one that is there keeps its permissions, a new one gets those of `source`.
-
-    Raises:
-        StorageError: the system refused.
-    """
+    """Write a file that a user named: one that is there keeps its permissions, a new one gets those of `source`."""
     access = access_of(source) if source else Access()
     with storage_errors(file):
         try:

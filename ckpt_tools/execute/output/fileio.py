@@ -64,11 +64,7 @@ class OutputFile(NamedTuple):
     direct: int | None = None  # opened O_DIRECT, if whole blocks shall pass by the page cache
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write all of `data` at byte `offset`; both begin at the same place of a block.
-
-        Raises:
-            StorageError: the file system refused.
-        """
+        """Write all of `data` at byte `offset`; both begin at the same place of a block."""
         with storage_errors(self.path):
             write_all(self.fd, data, offset, self.direct)
 
@@ -77,9 +73,6 @@ def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int, direct
     """Write all of `data` at byte `offset`, whole blocks of the file through `direct` if that is given.
 
     No page is then written both ways, so that the cache cannot hold an old one.
-
-    Raises:
-        OSError: as the system says.
     """
     view = memoryview(data)
     while view:
@@ -97,11 +90,7 @@ def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int, direct
 
 
 def copy_range(source: At, target: At, length: int, count: CopyCount) -> None:
-    """Copy `length` bytes between two files the cheapest way the file systems offer, adding to `count`.
-
-    Raises:
-        OSError: as the system says; EIO when the source ends early.
-    """
+    """Copy `length` bytes between two files the cheapest way the file systems offer, adding to `count`."""
     done = 0
     lead, middle = _shareable(source, target, length)
     if middle and _clone(source.skip(lead), target.skip(lead), middle):
@@ -175,9 +164,6 @@ def preallocate(fd: int, length: int, holes: Iterable[tuple[int, int]] = ()) -> 
     Nothing is reserved for the byte ranges `holes`, in order, which will hold zeros. A file system in memory would
     fill every reserved page with zeros, a second writing of all; there the free space, which the caller looks at, has
     to do.
-
-    Raises:
-        OSError: the space is not there.
     """
     os.ftruncate(fd, length)
     if not length or _in_memory(fd):
@@ -194,11 +180,7 @@ def preallocate(fd: int, length: int, holes: Iterable[tuple[int, int]] = ()) -> 
 
 
 def check_direct(folder: Path) -> None:
-    """Try whether files in `folder` can be written past the page cache.
-
-    Raises:
-        StorageError: they cannot.
-    """
+    """Try whether files in `folder` can be written past the page cache."""
     try:
         with tempfile.TemporaryDirectory(prefix="direct-", dir=folder) as name:
             fd = os.open(f"{name}/try", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_DIRECT)

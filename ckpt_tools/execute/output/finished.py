@@ -48,11 +48,7 @@ def is_written(
     small_parts: bool,
     tick: Callable[[], None],
 ) -> bool:
-    """Whether `items` of a plan lie in the output as they would be written; with `small_parts` all but items too.
-
-    Raises:
-        CorruptCheckpointError: as `Pump.write_item`.
-    """
+    """Whether `items` of a plan lie in the output as they would be written; with `small_parts` all but items too."""
     with closing(open_files(str(output.directory))) as there:
         return (not small_parts or same_small_parts(plan, output, there)) and _same_items(
             items, there, source, options, tick

@@ -120,11 +120,7 @@ class Folder:
         return fd
 
     def read(self, name: str, limit: int) -> bytes:
-        """A whole small file.
-
-        Raises:
-            StorageError: it is longer than `limit`, so that nobody's memory is filled by it.
-        """
+        """A whole small file."""
         fd = self.open(name, os.O_RDONLY)
         with os.fdopen(fd, "rb") as file:
             size = os.fstat(fd).st_size
@@ -152,11 +148,7 @@ class Folder:
             raise
 
     def make(self, name: str, mode: int = 0o777) -> Folder:
-        """The new directory `name`.
-
-        Raises:
-            FileExistsError: something has that name.
-        """
+        """The new directory `name`."""
         os.mkdir(name, mode, dir_fd=self.fd)
         return self.enter(name)
 
@@ -221,11 +213,7 @@ def exchange(a: Place, b: Place) -> bool:
 
 @contextmanager
 def opened(folder: Folder, name: str, flags: int, mode: int = 0o666) -> Iterator[int]:
-    """A descriptor for a while.
-
-    Raises:
-        StorageError: the system refused to open it, or to close it: NFS tells only then that it could not write.
-    """
+    """A descriptor for a while."""
     with storage_errors(folder.path / name):
         fd = folder.open(name, flags, mode)
     try:

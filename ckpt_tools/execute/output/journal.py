@@ -74,11 +74,7 @@ def is_fingerprint(rows: object) -> TypeGuard[list[list[object]]]:
 
 
 def check_unchanged(before: list[list[object]], after: list[list[object]], location: str) -> None:
-    """Prove that two fingerprints of the source at `location` are the same.
-
-    Raises:
-        CorruptCheckpointError: a source file is not what it was.
-    """
+    """Prove that two fingerprints of the source at `location` are the same."""
     now = {str(row[0]): row for row in after}
     _refuse_mix([str(row[0]) for row in before if now.pop(str(row[0]), None) != row] + list(now), location)
 
@@ -86,9 +82,6 @@ def check_unchanged(before: list[list[object]], after: list[list[object]], locat
 def check_as_opened(files: Files) -> None:
     """Prove that every local file still is what it was when this process opened it first: also what describes the
     checkpoint, and was read before anything was planned.
-
-    Raises:
-        CorruptCheckpointError: one is not.
     """
     if isinstance(files, JoinedFiles):
         for part in files.parts:
@@ -149,12 +142,7 @@ class Journal:
                 folder.write(_HEADER, header.encode(), mode=0o600)
 
     def resume(self, plan: Plan, source: list[list[object]], location: str) -> None:
-        """Prove that the journal belongs to this plan and these source files.
-
-        Raises:
-            UsageError: it belongs to another plan.
-            CorruptCheckpointError: the source has changed since.
-        """
+        """Prove that the journal belongs to this plan and these source files."""
         with storage_errors(self._folder), self._inside() as folder:
             digest, before = _parse_header(folder.read(_HEADER, _HEADER_BYTES), self._folder)
         if digest != plan.digest:

@@ -46,11 +46,7 @@ class Marker:
         self._store.put(MARKER, json.dumps(header).encode())
 
     def read(self, present: Mapping[str, int | None] | None = None) -> dict[str, Any]:
-        """What the marker says; nothing when there is none. `present` may tell how long it is.
-
-        Raises:
-            UsageError: not a marker of this tool.
-        """
+        """What the marker says; nothing when there is none. `present` may tell how long it is."""
         if ((present or {}).get(MARKER) or 0) > _MOST_BYTES:
             raise self._not_ours()
         try:
@@ -64,11 +60,7 @@ class Marker:
         return found
 
     def check(self) -> None:
-        """Go on as long as the folder is this run's.
-
-        Raises:
-            UsageError: another run has taken it.
-        """
+        """Go on as long as the folder is this run's."""
         found = self.read()
         if found.get("token") != self.token:
             raise UsageError(

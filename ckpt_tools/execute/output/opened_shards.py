@@ -27,11 +27,7 @@ def prove_shards(plan: Plan, folder: Path) -> None:
 
 
 def prove_uploaded(plan: Plan, files: Files) -> None:
-    """The same for files in a store: their headers are fetched, and stand before holes as long as the tensors.
-
-    Raises:
-        VerificationError: the library does not open one, or does not find a tensor.
-    """
+    """The same for files in a store: their headers are fetched, and stand before holes as long as the tensors."""
     shards = _expected(plan)
     if not shards:
         return

@@ -114,12 +114,7 @@ class Staging:
             return self.folder().enter(DATA)
 
     def acquire(self, overwrite: bool, resume: bool) -> Found:
-        """Take the output for this process, and say what lies there already.
-
-        Raises:
-            UsageError: the output is in use or not empty, or a stopped conversion lies here and neither `resume`
-                nor `overwrite` says what to do with it, or what lies here is somebody else's.
-        """
+        """Take the output for this process, and say what lies there already."""
         try:
             with storage_errors(self.partial):
                 self._make_parent()
@@ -158,11 +153,7 @@ class Staging:
         return self.begin(overwrite, resume)
 
     def begin(self, overwrite: bool, resume: bool) -> Found:
-        """Make room for a new beginning, or find what can be gone on from.
-
-        Raises:
-            UsageError: the output is not empty, or a stopped conversion lies here; see `acquire`.
-        """
+        """Make room for a new beginning, or find what can be gone on from."""
         self._check_final(overwrite)
         if resume and self.journal.exists() and self._has_own_data():
             return "unfinished"
@@ -271,11 +262,7 @@ class Staging:
                 self.folder().remove(name)
 
     def create_files(self) -> None:
-        """Make the data files in their full length; those that exist keep their content.
-
-        Raises:
-            StorageError: the disk has not enough space.
-        """
+        """Make the data files in their full length; those that exist keep their content."""
         with self.open_data() as data:
             with storage_errors(self.data):
                 present = allocated(data)
@@ -342,12 +329,7 @@ class Staging:
             parent.sync()
 
     def publish(self, sync: bool, overwrite: bool) -> None:
-        """Rename the finished directory into place. `discard` then removes what it replaced.
-
-        Raises:
-            StorageError: among others, when files have appeared in the output without `overwrite`.
-            UsageError: what has appeared there is not to be replaced.
-        """
+        """Rename the finished directory into place. `discard` then removes what it replaced."""
         folder = self.folder()
         data, final = Place(folder, DATA), self._final
         if overwrite:

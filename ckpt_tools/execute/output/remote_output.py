@@ -114,12 +114,7 @@ class RemoteOutput:
         return self.begin()
 
     def _goes_on(self, header: Mapping[str, Any]) -> bool:
-        """Whether the marker is of work that can be gone on from.
-
-        Raises:
-            UsageError: it is another conversion's.
-            CorruptCheckpointError: the source has changed since.
-        """
+        """Whether the marker is of work that can be gone on from."""
         if not header:
             return False
         if header.get("digest") is None and self._job.output.overwrite:
@@ -245,11 +240,7 @@ class RemoteOutput:
             self._replace()
 
     def _replace(self) -> None:
-        """Put what was made aside into the place of the old checkpoint.
-
-        Raises:
-            UsageError: something has appeared there that is not to be replaced.
-        """
+        """Put what was made aside into the place of the old checkpoint."""
         job, final, aside = self._job, self._final, self._store
         old = final.sizes()
         look_at_old(final, old, job.plan, job.output)
@@ -274,11 +265,7 @@ class RemoteOutput:
         marker.remove()
 
     def _check_objects(self, versions: Mapping[str, str | None]) -> None:
-        """Prove that every file is the one that was uploaded.
-
-        Raises:
-            CorruptCheckpointError: some are not; nothing is published.
-        """
+        """Prove that every file is the one that was uploaded."""
         present, sizes = self._store.sizes(), self._job.plan.file_bytes
         names = [name for name, size in sizes.items() if present.get(name) == size]
         now = dict(zip(names, pool().map(self._store.version, names), strict=True))
@@ -320,11 +307,7 @@ class RemoteOutput:
 
 
 def open_store(output: Output, options: WriteOptions) -> Store:
-    """The store of an output.
-
-    Raises:
-        UsageError: it cannot be opened or written at all; `--direct`.
-    """
+    """The store of an output."""
     if options.direct:
         raise UsageError(f"--direct is for files; {output.directory} is in an object store. Leave it out.")
     location = hidden(str(output.directory))
@@ -335,11 +318,7 @@ def open_store(output: Output, options: WriteOptions) -> Store:
 
 
 def look_at_old(store: Store, present: Mapping[str, int | None], plan: Plan, output: Output) -> str | None:
-    """What `present` is, which may be replaced.
-
-    Raises:
-        UsageError: it is not one checkpoint of a kind that this tool writes, or it is all of a bucket.
-    """
+    """What `present` is, which may be replaced."""
     sizes = {name: size for name, size in present.items() if name != MARKER and not is_note(name)}
     if not sizes:
         return None

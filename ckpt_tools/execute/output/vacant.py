@@ -38,9 +38,6 @@ def check_final(
         written: the names of the new output's files.
         sources: the directories that it is made of.
         stands: the directory that a process killed while replacing it has moved out of the place of `final`.
-
-    Raises:
-        UsageError: it is not to be replaced, or cannot be.
     """
     status = parent.status(final.name) if stands is None else os.lstat(stands)
     if status is None:
@@ -65,11 +62,7 @@ def replaced(
     *,
     is_unfinished: bool = False,
 ) -> str:
-    """What the one checkpoint at `where` is, which may be replaced. `sizes` are those in a folder, as `Store.sizes`.
-
-    Raises:
-        UsageError: see `refuse_foreign`.
-    """
+    """What the one checkpoint at `where` is, which may be replaced. `sizes` are those in a folder, as `Store.sizes`."""
     found = dict(sizes(""))
     for folder in {TEMPLATES, *(name.rpartition("/")[0] for name in written)} & found.keys():
         if found[folder] is None:
@@ -146,11 +139,7 @@ def not_own(folder: Folder, name: str) -> Foreign:
 
 
 def lock_output(lock: int, final: Path, kind: int = fcntl.LOCK_EX) -> None:
-    """Lock the open file `lock` of the output `final`.
-
-    Raises:
-        UsageError: another converter has it.
-    """
+    """Lock the open file `lock` of the output `final`."""
     try:
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -159,10 +148,7 @@ def lock_output(lock: int, final: Path, kind: int = fcntl.LOCK_EX) -> None:
 
 
 def check_space(at: Folder, final: Path, nbytes: int) -> None:
-    """
-    Raises:
-        StorageError: the file system of `at` has less than `nbytes` free.
-    """
+    """Raise StorageError if the file system of `at` has less than `nbytes` free."""
     with storage_errors(at.path):
         status = os.statvfs(at.fd)
     free = status.f_bavail * status.f_frsize

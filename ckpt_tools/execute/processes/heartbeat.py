@@ -37,11 +37,7 @@ class Line:
         threading.Thread(target=self._serve, name="ckpt-line", daemon=True).start()
 
     def ask(self, request: Callable[[], Any]) -> Any:
-        """The result of a request to the store.
-
-        Raises:
-            StorageError: the store is gone, or has not answered for `SILENT_SECONDS`; names who keeps it.
-        """
+        """The result of a request to the store."""
         if self._lost is None:
             future: Future[Any] = Future()
             self._requests.put((request, future))

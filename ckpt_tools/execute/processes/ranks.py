@@ -46,11 +46,7 @@ class Ranks:
         self.watch: Callable[[], None] = go_on
 
     def together(self, step: Callable[[], T]) -> list[T]:
-        """Run `step` on every rank; the results of all ranks, in rank order.
-
-        Raises:
-            CkptError: `step` failed on some rank: the same error on every rank, with all messages.
-        """
+        """Run `step` on every rank; the results of all ranks, in rank order."""
         return [step()]
 
     def gather(self, step: Callable[[], T]) -> list[T]:
@@ -58,11 +54,7 @@ class Ranks:
         return self.together(step)
 
     def check(self) -> None:
-        """Go on, or stop because of `watch` or another rank.
-
-        Raises:
-            PeerFailedError: another rank has failed, so that this one may stop early.
-        """
+        """Go on, or stop because of `watch` or another rank."""
         self.watch()
 
 
@@ -213,11 +205,7 @@ def error_called(kind: str, text: str, problems: Iterable[str] = ()) -> CkptErro
 
 
 def connect(environ: Mapping[str, str] = os.environ) -> Ranks:
-    """The ranks of this job, from torchrun's environment variables or, without them, Slurm's.
-
-    Raises:
-        UsageError: the variables contradict each other.
-    """
+    """The ranks of this job, from torchrun's environment variables or, without them, Slurm's."""
     prefix = "" if "RANK" in environ else "SLURM_"
     names = ("RANK", "WORLD_SIZE") if not prefix else ("SLURM_PROCID", "SLURM_NTASKS")
     try:
@@ -239,12 +227,7 @@ def connect(environ: Mapping[str, str] = os.environ) -> Ranks:
 
 
 def _line(rank: int, world: int, environ: Mapping[str, str]) -> tuple[Line, str]:
-    """This process's line to the job's store, and a topic that all ranks call by the same name.
-
-    Raises:
-        UsageError: torch, whose store this is, is not installed.
-        StorageError: the store cannot be reached.
-    """
+    """This process's line to the job's store, and a topic that all ranks call by the same name."""
     require_torch(f"a job of {world} processes that share one conversion")
     host = environ.get("MASTER_ADDR") or _first_host(environ.get("SLURM_STEP_NODELIST", ""))
     port = int(environ.get("MASTER_PORT") or 20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000)
@@ -283,11 +266,7 @@ def _store(rank: int, world: int, place: tuple[str, int], is_host: bool) -> Any:
 
 
 def _first_host(nodes: str) -> str:
-    """The first host of a Slurm node list: `gpu[07-09,12],login1` -> `gpu07`.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """The first host of a Slurm node list: `gpu[07-09,12],login1` -> `gpu07`."""
     found = re.match(r"([^\[,]+)(?:\[(\w+))?", nodes)
     if found is None:
         raise UsageError(

@@ -36,11 +36,7 @@ class StopSignals:
         signal.signal(number, self._before[number])
 
     def check(self) -> None:
-        """Go on, or stop if a signal has arrived.
-
-        Raises:
-            Interrupted, Terminated: it has.
-        """
+        """Go on, or stop if a signal has arrived."""
         if self._seen == signal.SIGINT:
             raise Interrupted(f"interrupted: {_RESUMABLE}")
         if self._seen == signal.SIGTERM:

@@ -69,9 +69,6 @@ def begun(
         workers: how many processes instead.
         tick: told what all processes have read, by this one, as long as it takes jobs itself and at the end.
         reads: what a job reads of stores, in order; None where no store is read.
-
-    Raises:
-        What `work` raised for the first job that failed, in any process.
     """
     with (
         closing(_Queue(sizes, workers)) as queue,

@@ -42,11 +42,7 @@ class Crew:
     def run(
         self, task: Callable[[Pump], None], watch: Callable[[], None], progress: Progress
     ) -> list[Counters]:
-        """Do it; the counters of every thread. `watch` may raise to stop the work.
-
-        Raises:
-            Whatever the first failing thread, `watch` or a signal handler raised.
-        """
+        """Do it; the counters of every thread. `watch` may raise to stop the work."""
         # Not kept by the crew, which they keep by its `_tick`: their buffers would outlive the work.
         pumps = [Pump(self._source, self._memory.tile, self._tick) for _ in range(self._count)]
         threads = [threading.Thread(target=self._guarded, args=(task, pump)) for pump in pumps]
@@ -68,10 +64,7 @@ class Crew:
         return [pump.counters for pump in pumps]
 
     def check(self) -> None:
-        """
-        Raises:
-            _StoppedError: the work is no longer wanted.
-        """
+        """Raise _StoppedError if the work is no longer wanted."""
         if self._stop.is_set():
             raise _StoppedError("another thread has failed")
 

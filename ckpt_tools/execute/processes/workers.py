@@ -71,13 +71,7 @@ def default_workers(nbytes: int, options: WriteOptions, cores: int) -> int:
 def shared_out(
     nbytes: int, options: WriteOptions, ranks: Ranks, output: Path | str | None = None
 ) -> Iterator[tuple[Ranks, WriteOptions]]:
-    """The ranks that move `nbytes`, and the options of each: this process alone, a launcher's, or forked workers.
-
-    Raises:
-        UsageError: workers are asked for where a launcher has made the ranks, where nothing can be forked, or for an
-            `output` (a URL) whose driver works in one process.
-        StorageError: the system starts fewer than are asked for.
-    """
+    """The ranks that move `nbytes`, and the options of each: this process alone, a launcher's, or forked workers."""
     workers = options.workers
     scheme = output.partition("://")[0].lower() if isinstance(output, str) else ""
     in_one = scheme not in ("", *S3)
@@ -125,9 +119,6 @@ def forked(workers: int, fewer_will_do: bool = False) -> Iterator[WorkerRanks]:
     """Run the block in this process and in `workers` - 1 copies of it; only this one leaves it.
 
     Whatever ends the block here ends it in the copies: they meet a closed pipe.
-
-    Raises:
-        StorageError: the system makes fewer copies, which will not do.
     """
     processes: list[int] = []
     with ExitStack() as pipes:
@@ -148,11 +139,7 @@ def forked(workers: int, fewer_will_do: bool = False) -> Iterator[WorkerRanks]:
 
 
 def _fork(workers: int, processes: list[int], pipes: ExitStack, fewer_will_do: bool) -> WorkerRanks:
-    """The ranks as seen by the process that returns: rank 0 for the caller, another one for each copy.
-
-    Raises:
-        StorageError: see `forked`.
-    """
+    """The ranks as seen by the process that returns: rank 0 for the caller, another one for each copy."""
     from multiprocessing.connection import Pipe  # 5 ms, and most that is small needs no other process
 
     lines: list[Connection] = []

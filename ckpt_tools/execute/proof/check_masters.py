@@ -80,10 +80,6 @@ def check_masters(
         tick: called often, by any thread; may raise to stop.
         fp8_recipe: what the writer's linear layers may be held in FP8 by (`ModelSettings.fp8_recipe`).
         advice: what else can be done when some do not round.
-
-    Raises:
-        VerificationError: some elements differ; every tensor concerned is named with its first such element.
-        UnsupportedCheckpointError: the masters are int16 remainders, stored as numbers.
     """
     report, problems = compare_masters(files, catalog, targets, level, tick, threads, fp8_recipe)
     refuse_masters(problems, advice)

@@ -104,11 +104,7 @@ class RecordProof:
             return list(self._pieces)
 
     def add(self, offset: int, data: memoryview) -> None:
-        """Sum those bytes of `data`, read at byte `offset` of the file, that nothing has summed yet.
-
-        Raises:
-            CorruptCheckpointError: they complete the record, and its checksum is another than the stored one.
-        """
+        """Sum those bytes of `data`, read at byte `offset` of the file, that nothing has summed yet."""
         first = offset - self.stored.start
         with self._lock:
             gaps = self._pieces.gaps(first, first + len(data))
@@ -123,11 +119,7 @@ class RecordProof:
             self.whole(total)
 
     def whole(self, found: int) -> None:
-        """Note the CRC-32 of the whole record.
-
-        Raises:
-            CorruptCheckpointError: it is another than the stored one.
-        """
+        """Note the CRC-32 of the whole record."""
         check(self._key, self.stored, found)
         self._proof.proven(self.stored.item, self.stored.nbytes)
 
@@ -178,10 +170,7 @@ class SourceProof:
 
 
 def check(key: str, stored: Stored, found: int) -> None:
-    """
-    Raises:
-        CorruptCheckpointError: `found` is not the checksum that the record's writer stored.
-    """
+    """Raise CorruptCheckpointError if `found` is not the checksum that the record's writer stored."""
     if found != stored.crc32:
         raise CorruptCheckpointError(damage(key, stored, found))
 

@@ -64,9 +64,6 @@ def prove_rest(
     Args:
         key_of: the tensor that an item holds, for messages.
         ahead_bytes: what each thread may hold of a store's files before it sums them.
-
-    Raises:
-        CorruptCheckpointError: records have other checksums than their writer stored; all are named.
     """
     told = ranks.together(lambda: _told(proof))
     done = {item: nbytes for one in told for item, nbytes in _done(one)}
@@ -95,11 +92,7 @@ def _problems(records: _Records, key_of: Callable[[Item], str]) -> Iterator[str]
 
 
 def prove_payloads(files: Files, catalog: Catalog, wanted: Iterable[str], threads: int) -> None:
-    """Prove the stored tensors and objects `wanted` by reading them: what a proof by content failed for.
-
-    Raises:
-        CorruptCheckpointError: some are damaged; all are named.
-    """
+    """Prove the stored tensors and objects `wanted` by reading them: what a proof by content failed for."""
     proof = SourceProof()
     source = SourceReader(files, proof=proof)
     keys: dict[Item, str] = {}

@@ -38,11 +38,7 @@ _VERSION_2 = (b"model.", b"checkpoint_version")
 
 
 def kind_of(files: Files, names: list[str], backend: str | None) -> CheckpointKind:
-    """The kind of the checkpoint in a folder with these names; `backend` is the one that metadata.json names.
-
-    Raises:
-        CorruptCheckpointError: what would tell the kind is damaged or lost.
-    """
+    """The kind of the checkpoint in a folder with these names; `backend` is the one that metadata.json names."""
     if METADATA in names:
         record = _record(files) if _RECORD in names else None
         if backend:

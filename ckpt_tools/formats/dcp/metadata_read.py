@@ -63,10 +63,6 @@ def read_catalog(files: Files, trust_pickle: bool = False) -> Catalog:
 
     Tensors and objects are decoded when they are looked at. What contradicts itself is found on opening in all but
     very large catalogs, and then at the look-up of the key that it concerns.
-
-    Raises:
-        UnsupportedCheckpointError: no `.metadata`, or items that a torch extension transformed.
-        CorruptCheckpointError: `.metadata` is damaged, contradicts itself, or points outside the folder.
     """
     if not files.exists(METADATA):
         raise missing_metadata(files)

@@ -86,11 +86,6 @@ def locate(path: str, iteration: int | None = None, of_run: bool = False) -> Loc
 
     A folder that holds the model twice, a Hugging Face model beside a run's iterations (ms-swift), is the model, or
     the run where `of_run` says that a Hugging Face model is of no use.
-
-    Raises:
-        UnsupportedCheckpointError: nothing is there, an interrupted save, or a format this tool does not read.
-        CorruptCheckpointError: the tracker file or `metadata.json` is damaged.
-        UsageError: the path does not say which of several iterations is meant, or contradicts `iteration`.
     """
     if iteration is not None and iteration < 0:
         raise UsageError(f"--iteration {iteration}: iterations are counted from 0")
@@ -134,12 +129,7 @@ def iteration_numbers(root: str) -> list[int]:
 
 
 def tracked_iteration(root: str) -> str | None:
-    """The folder that a run's tracker names, there or not, as Megatron writes last of all; None: it has no tracker.
-
-    Raises:
-        CorruptCheckpointError: the tracker is damaged, or half written.
-        UsageError: several folders are meant.
-    """
+    """The folder that a run's tracker names, there or not, as Megatron writes last of all; None: it has no tracker."""
     files = open_files(root)
     try:
         names = files.list()
@@ -323,11 +313,7 @@ def _chosen_iteration(files: Files, names: list[str], iteration: int | None) -> 
 
 
 def _folder_of(files: Files, names: list[str], iteration: int) -> str:
-    """The folder of an iteration, Megatron's name for it where there is none.
-
-    Raises:
-        UsageError: there are several.
-    """
+    """The folder of an iteration, Megatron's name for it where there is none."""
     found = [name for name, number in iteration_folders(names) if number == iteration]
     if len(found) > 1:
         listed = ", ".join(path_in(files.location, name) for name in found)

@@ -17,9 +17,6 @@ def snapshot_of(path: str) -> str:
     """The snapshot that the root of a cached model means, any other path as it is.
 
     That is the one `refs/main` names, or the only one.
-
-    Raises:
-        UsageError: there are several, and nothing says which; or the path is empty.
     """
     refuse_location(path)
     path = path.rstrip("/") if len(path) > 1 else path

@@ -44,9 +44,6 @@ def refuse_foreign(
     """The kind of the one checkpoint at `where`, which has `names` and may be replaced by one that has `written`.
 
     Names of what is not a file end with a slash. One that is unfinished was begun by this tool.
-
-    Raises:
-        UsageError: it is something else, or has files that belong to something else.
     """
     kind, why = _what_stands(names, written, is_unfinished)
     if why:

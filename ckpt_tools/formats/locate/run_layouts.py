@@ -157,13 +157,7 @@ def step_of(path: str) -> int | None:
 
 
 def inner_checkpoint(path: str) -> Inner | None:
-    """The model's checkpoint in a step's folder or in a role's, None where these are not such folders.
-
-    Raises:
-        UsageError: there are several.
-        UnsupportedCheckpointError: there is no model, or one of verl's FSDP.
-        CorruptCheckpointError: `ckpt_contents.json` does not say what verl says in it.
-    """
+    """The model's checkpoint in a step's folder or in a role's, None where these are not such folders."""
     names = names_in(path)
     if CONTENTS in names:
         return _from_contents(path)

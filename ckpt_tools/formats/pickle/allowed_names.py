@@ -35,12 +35,7 @@ _ACTING = re.compile(
 
 
 def check_global(module: str, name: str, where: str) -> None:
-    """Refuse a global that is not known to be harmless.
-
-    Raises:
-        UnsupportedCheckpointError: naming it.
-        HostileCheckpointError: it is a function that acts.
-    """
+    """Refuse a global that is not known to be harmless."""
     if _KNOWN.fullmatch(f"{module}.{name}"):
         return
     if _ACTING.fullmatch(module) or _ACTING.fullmatch(f"{module}.{name}"):
@@ -57,11 +52,7 @@ def check_global(module: str, name: str, where: str) -> None:
 
 
 def check_global_count(count: int, where: str) -> None:
-    """Refuse more distinct globals than any checkpoint has; each costs a class.
-
-    Raises:
-        HostileCheckpointError: there are more than 500.
-    """
+    """Refuse more distinct globals than any checkpoint has; each costs a class."""
     if count > MAX_GLOBALS:
         raise HostileCheckpointError(f"{where}: the pickle names more than {MAX_GLOBALS} globals.")
 

@@ -63,12 +63,7 @@ class Machine:
         self._names: set[Name] = set()
 
     def load(self) -> Any:
-        """The pickle's value.
-
-        Raises:
-            CorruptCheckpointError: the bytes are not a pickle, or are one with opcodes that metadata never has.
-            UnsupportedCheckpointError: a global that no known checkpoint holds, named.
-        """
+        """The pickle's value."""
         try:
             if not self._run(len(self.data)):
                 raise EOFError("no STOP")

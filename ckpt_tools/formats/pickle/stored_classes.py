@@ -69,11 +69,7 @@ def is_class(value: object, name: str) -> bool:
 
 
 def fields_of(value: object, *names: str) -> dict[str, Any]:
-    """The attributes of an object of one of these classes; a warning names those that it has not in any known torch.
-
-    Raises:
-        TypeError: it is another value, was made from arguments, or has another kind of state.
-    """
+    """The attributes of an object of one of these classes; a warning names those that it has not in any known torch."""
     if type(value) is not Object or not any(is_class(value.kind, name) for name in names):
         raise TypeError(f"{described(value)} where a {' or '.join(names)} belongs")
     if value.args or value.items is not None or not isinstance(value.state, Pairs | None):
@@ -94,11 +90,7 @@ def _warn_of(kind: Name, fields: str) -> None:
 
 
 def check_properties(value: object) -> Name:
-    """The element type in a `TensorProperties`.
-
-    Raises:
-        TypeError: it is not one that torch can load.
-    """
+    """The element type in a `TensorProperties`."""
     if type(value) is not Object or not is_class(value.kind, "TensorProperties") or value.args:
         raise TypeError(f"{described(value)} where a TensorProperties belongs")
     state = value.state

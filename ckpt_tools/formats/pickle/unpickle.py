@@ -224,10 +224,6 @@ def load_pickle(
 
     `where` names the pickle in errors; `known` gives our own value for a global and wins over everything;
     `storage` turns the persistent ids of torch archives into values.
-
-    Raises:
-        UnsupportedCheckpointError: a global that is not known to be harmless, named.
-        CorruptCheckpointError: anything else that is wrong with the bytes.
     """
     check_tree(Machine(data, where, trust_pickle, known).load(), len(data), where)
     try:

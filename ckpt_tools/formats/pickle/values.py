@@ -131,11 +131,7 @@ class Limits:
 
 
 def check_tree(root: Any, size: int, where: str) -> None:
-    """Prove that whoever walks the value of a pickle of `size` bytes gets to an end soon.
-
-    Raises:
-        HostileCheckpointError: it contains itself, is nested too deep, or holds shared parts too often.
-    """
+    """Prove that whoever walks the value of a pickle of `size` bytes gets to an end soon."""
     # By identity: how many values are inside, shared ones as often as they appear, and how deep.
     done: dict[int, tuple[int, int]] = {}
     begun: set[int] = set()

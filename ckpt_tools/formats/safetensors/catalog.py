@@ -69,12 +69,7 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def read_safetensors_catalog(root: str | Path) -> Catalog:
-    """The tensors of a model directory, in file order; every item is a bare payload.
-
-    Raises:
-        UnsupportedCheckpointError: no weights there, or two sets of weights at once.
-        CorruptCheckpointError: a file breaks the format, or files and index contradict each other.
-    """
+    """The tensors of a model directory, in file order; every item is a bare payload."""
     with closing(open_files(str(root))) as files:
         names = files.list()
         if parts := parts_of_ranks(names) if not {INDEX_FILE, SINGLE_FILE} & set(names) else []:
@@ -231,11 +226,7 @@ def _read_index(files: Files) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def read_safetensors_header(files: Files, name: str) -> dict[str, TensorEntry]:
-    """The tensors of one file, in data order.
-
-    Raises:
-        CorruptCheckpointError: the file breaks the format; all problems of the header are named.
-    """
+    """The tensors of one file, in data order."""
     return _read_header(files, name)[0]
 
 
@@ -366,9 +357,6 @@ def safetensors_header(tensors: Mapping[str, TensorInfo]) -> bytes:
     """Length and JSON header of a file whose tensors follow one another in this order.
 
     Older readers fail without the `format` entry (huggingface/safetensors issue 549).
-
-    Raises:
-        MappingError: an element type has no safetensors code.
     """
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0

@@ -55,11 +55,7 @@ def what_is_not_told(names: Iterable[str]) -> str:
 
 
 def placed(name: str, found: Mapping[str, TensorEntry], notes: Mapping[str, str]) -> dict[str, TensorEntry]:
-    """The tensors of a rank's file with their chunks where they belong; shapes are those of the parts still.
-
-    Raises:
-        ValueError: the header does not say where.
-    """
+    """The tensors of a rank's file with their chunks where they belong; shapes are those of the parts still."""
     try:
         places = json.loads(notes[_PLACES], object_pairs_hook=_unique)
     except KeyError as error:
@@ -94,11 +90,7 @@ def _moved(name: str, entry: TensorEntry, places: Any) -> TensorEntry:
 
 
 def joined(parts: Iterable[TensorEntry]) -> TensorEntry:
-    """One tensor of its parts, in the order of their places.
-
-    Raises:
-        ValueError: they have other element types or dimensions, or leave holes or overlap as far as volumes tell.
-    """
+    """One tensor of its parts, in the order of their places."""
     parts = list(parts)
     forms = {(part.dtype, len(part.shape)) for part in parts}
     if len(forms) > 1:

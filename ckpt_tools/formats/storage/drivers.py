@@ -95,12 +95,7 @@ class Driver(Protocol):
 
 @contextmanager
 def reading_configuration() -> Iterator[None]:
-    """Around what makes fsspec read its configuration, as its import does, which tells of faults in any class.
-
-    Raises:
-        ImportError: fsspec is not installed.
-        UsageError: the configuration cannot be read.
-    """
+    """Around what makes fsspec read its configuration, as its import does, which tells of faults in any class."""
     try:
         yield
     except ImportError:
@@ -113,13 +108,7 @@ def reading_configuration() -> Iterator[None]:
 
 
 class FsspecDriver:
-    """As `Driver`, by the file system that fsspec has for the URL; `::` is a part of names, no chain of drivers.
-
-    Raises:
-        ImportError: the scheme's driver is not installed.
-        UsageError: fsspec's configuration cannot be read.
-        ValueError: the scheme is unknown.
-    """
+    """As `Driver`, by the file system that fsspec has for the URL; `::` is a part of names, no chain of drivers."""
 
     takes_stretches = False
 

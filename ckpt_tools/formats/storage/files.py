@@ -60,11 +60,7 @@ def path_in(folder: str, name: str) -> str:
 
 
 def read_whole(files: Files, name: str, limit: int = SMALL_FILE_BYTES) -> bytes:
-    """All of a file that should be small.
-
-    Raises:
-        CorruptCheckpointError: it is longer than `limit` bytes.
-    """
+    """All of a file that should be small."""
     size = files.size(name)
     if size > limit:
         raise CorruptCheckpointError(
@@ -109,11 +105,7 @@ class Files(Protocol):
         """Length of a file in bytes."""
 
     def list(self) -> list[str]:
-        """Names of the files and folders directly inside, sorted.
-
-        Raises:
-            UnsupportedCheckpointError: there is no such folder.
-        """
+        """Names of the files and folders directly inside, sorted."""
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         """Exactly `length` bytes at `offset`."""
@@ -310,12 +302,7 @@ def _places_of(root: str) -> tuple[str, ...]:
 
 
 def refuse_location(location: str) -> None:
-    """Check that `location` can name a folder.
-
-    Raises:
-        UsageError: it is on a web server; it is the scheme of a store alone, or empty (as a path that would be the
-            working directory or, put before a name, the root).
-    """
+    """Check that `location` can name a folder."""
     if not location:
         raise UsageError("the name of a checkpoint is empty; is a variable not set?")
     if location.endswith("://"):

@@ -26,11 +26,7 @@ class JoinedFiles:
         return tuple(self._parts.values())
 
     def part(self, name: str) -> tuple[Files, str]:
-        """The folder that a file is in, and its name there.
-
-        Raises:
-            CorruptCheckpointError: it is in none of them.
-        """
+        """The folder that a file is in, and its name there."""
         inside = [place for place in self._parts if name.startswith(f"{place}/")]
         if not inside:
             raise CorruptCheckpointError(f"{name} is not in {self.location}")

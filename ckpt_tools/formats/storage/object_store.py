@@ -115,12 +115,7 @@ class Store:
         return path_in(self.location, name) if name else self.location
 
     def call(self, what: str, request: Callable[[float], T], nbytes: int = 0) -> T:
-        """The result of `request(seconds it may take)`, repeated while the store fails; `nbytes` is what it moves.
-
-        Raises:
-            FileNotFoundError: the store says so.
-            StorageError: refused, not there, or still failing after the last attempt; begins with `what`.
-        """
+        """The result of `request(seconds it may take)`, repeated while the store fails; `nbytes` is what it moves."""
         retry, begin = self.retry, time.monotonic()
         self._reach(what)
         for attempt in range(1, retry.attempts + 1):
@@ -150,11 +145,7 @@ class Store:
         return min(self.retry.attempts, _UNREACHABLE_ATTEMPTS)
 
     def _reach(self, what: str) -> None:
-        """Prove once that somebody listens at the store's address; drivers take minutes to say that nobody does.
-
-        Raises:
-            StorageError: nobody does; names host and port.
-        """
+        """Prove once that somebody listens at the store's address; drivers take minutes to say that nobody does."""
         place = None if self._answered else self._host()
         if place is None or place in _REACHED:
             return
@@ -215,20 +206,12 @@ class Store:
         return self.call(f"{self.where(name)}: reading", lambda t: self.driver.get(t, self.path(name)))
 
     def get_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` from byte `start` of a file, in one request.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-        """
+        """Fill `buffer` from byte `start` of a file, in one request."""
         path, what = self.path(name), f"{self.where(name)}: reading bytes {start}..{start + len(buffer)}"
         self.call(what, lambda t: self.driver.get_into(t, path, start, buffer), len(buffer))
 
     def version(self, name: str) -> str | None:
-        """What tells this content of a file from another, asked anew; None where the driver tells nothing.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-        """
+        """What tells this content of a file from another, asked anew; None where the driver tells nothing."""
         what = f"{self.where(name)}: asking"
         return version_of(self.call(what, lambda t: self.driver.info(t, self.path(name))))
 

@@ -6,11 +6,7 @@ from ckpt_tools.formats.storage.files import Files, LocalFiles, refuse_location
 
 
 def open_files(location: str) -> Files:
-    """The files at `location`: a folder of a mounted file system, or the URL of one in an object store.
-
-    Raises:
-        UsageError: the URL's scheme is unknown or its driver is not installed, or there is no name at all.
-    """
+    """The files at `location`: a folder of a mounted file system, or the URL of one in an object store."""
     if location.startswith("file://"):
         location = location.removeprefix("file://")
     refuse_location(location)

@@ -62,11 +62,7 @@ class RemoteFiles:
         return size
 
     def list(self) -> list[str]:
-        """As `Files.list`.
-
-        Raises:
-            UnsupportedCheckpointError: there is no such folder.
-        """
+        """As `Files.list`."""
         names = sorted(self._folder(""))
         if self._store.without_bucket:
             raise UnsupportedCheckpointError(f"{self.location}: {self._store.without_bucket}.")

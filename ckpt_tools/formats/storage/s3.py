@@ -54,11 +54,7 @@ _making = threading.Lock()
 
 
 class S3Driver:
-    """As `Driver`.
-
-    Raises:
-        ImportError: botocore is not installed.
-    """
+    """As `Driver`."""
 
     def __init__(self, url: str) -> None:
         import botocore.session  # noqa: F401
@@ -241,11 +237,7 @@ def _told(error: Any) -> OSError:
 
 
 def _fill(buffer: memoryview, answer: Any, stop: float) -> None:
-    """Read an answer's body, as long as `buffer`, into it; `stop` is in seconds of `time.monotonic`.
-
-    Raises:
-        OSError: the body has another length, or is too slow.
-    """
+    """Read an answer's body, as long as `buffer`, into it; `stop` is in seconds of `time.monotonic`."""
     from botocore.response import StreamingBody
 
     body, length = answer["Body"], answer.get("ContentLength")

@@ -14,10 +14,6 @@ def files_below(location: str, odd: list[str] | None = None) -> dict[str, int]:
 
     A link counts as the file that it leads to; linked folders are not entered.
     These, and links that lead nowhere, FIFOs, sockets and devices are added to `odd`.
-
-    Raises:
-        UnsupportedCheckpointError: there is no such folder.
-        StorageError: the system or the store refused to list it.
     """
     location = location.removeprefix("file://")
     refuse_location(location)

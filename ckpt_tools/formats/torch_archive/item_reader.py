@@ -166,12 +166,7 @@ class _Archive:
 
 
 def find_tensor(files: Files, item: Item) -> TensorBytes:
-    """Where the payload of a tensor item lies.
-
-    Raises:
-        CorruptCheckpointError: the item is not a sound archive of one tensor.
-        UnsupportedCheckpointError: compressed, big-endian, or an element type without a fixed size.
-    """
+    """Where the payload of a tensor item lies."""
     archive = _Archive(files, item)
     tensor = archive.unpickle(lambda ref: _tensor_bytes(archive, ref), trust_pickle=False)
     if not isinstance(tensor, TensorBytes):
@@ -180,11 +175,7 @@ def find_tensor(files: Files, item: Item) -> TensorBytes:
 
 
 def outline_object(files: Files, item: Item, trust_pickle: bool = False) -> Any:
-    """The Python value of a BYTES item with a `TensorBytes` in place of every tensor: nothing large is read.
-
-    Raises:
-        CorruptCheckpointError, UnsupportedCheckpointError: as `load_object`.
-    """
+    """The Python value of a BYTES item with a `TensorBytes` in place of every tensor: nothing large is read."""
     archive = _Archive(files, item)
     return archive.unpickle(lambda ref: _tensor_bytes(archive, ref), trust_pickle)
 
@@ -193,10 +184,6 @@ def load_object(files: Files, item: Item, trust_pickle: bool = False) -> Any:
     """The Python value of a BYTES item or of a whole `torch.save` file.
 
     Tensors become `StoredTensor`, foreign classes stand-ins (see `unpickle`).
-
-    Raises:
-        CorruptCheckpointError: the archive or its pickle is damaged or hostile.
-        UnsupportedCheckpointError: a global that is not known to be harmless, named; see `load_pickle`.
     """
     archive = _Archive(files, item)
     budget = [
@@ -217,11 +204,7 @@ def load_object(files: Files, item: Item, trust_pickle: bool = False) -> Any:
 
 
 def read_archive(files: Files, item: Item) -> bytes:
-    """All bytes of a BYTES item or of a whole `torch.save` file, every record proven, to be taken over as they are.
-
-    Raises:
-        CorruptCheckpointError, UnsupportedCheckpointError: as `load_object`.
-    """
+    """All bytes of a BYTES item or of a whole `torch.save` file, every record proven, to be taken over as they are."""
     data = files.read(item.file, item.offset, item.length)
     if item.length > _OFTEN_EQUAL_BYTES or not _is_sound(data):
         _check_records(data, f"{path_in(files.location, item.file)} at byte {item.offset}")
@@ -229,11 +212,7 @@ def read_archive(files: Files, item: Item) -> bytes:
 
 
 def record_stretches(files: Files, item: Item) -> list[Stretch]:
-    """The content of every record of an archive, none of it read.
-
-    Raises:
-        CorruptCheckpointError, UnsupportedCheckpointError: as `load_object`.
-    """
+    """The content of every record of an archive, none of it read."""
     archive = _Archive(files, item)
     return [
         Stretch(item.offset + archive.start(record), record.size, stored_crc32(record))
@@ -261,11 +240,7 @@ def _check_records(data: bytes, where: str) -> None:
 
 
 def read_small_file(files: Files, name: str) -> bytes:
-    """All bytes of a file beside the tensors; one that is an archive, such as `common.pt`, is proven.
-
-    Raises:
-        CorruptCheckpointError, UnsupportedCheckpointError: as `load_object`.
-    """
+    """All bytes of a file beside the tensors; one that is an archive, such as `common.pt`, is proven."""
     item = whole_file(files, name)
     if item.length >= len(_ZIP) and files.read(name, 0, len(_ZIP)) == _ZIP:
         return read_archive(files, item)
@@ -273,11 +248,7 @@ def read_small_file(files: Files, name: str) -> bytes:
 
 
 def whole_file(files: Files, name: str) -> Item:
-    """The item that is all of a file, for `common.pt` and its like.
-
-    Raises:
-        CorruptCheckpointError: it is longer than `MAX_OBJECT_BYTES`.
-    """
+    """The item that is all of a file, for `common.pt` and its like."""
     size = files.size(name)
     if size > MAX_OBJECT_BYTES:
         raise CorruptCheckpointError(
@@ -375,11 +346,7 @@ def _rebuilders(rebuild: Callable[[_TensorRef], object], where: str) -> dict[tup
 
 
 def _refuse_lazy(metadata: tuple[Any, ...], where: str) -> None:
-    """What torch adds to a tensor whose elements are not its values yet: `conj`, `neg`.
-
-    Raises:
-        UnsupportedCheckpointError: there is any.
-    """
+    """What torch adds to a tensor whose elements are not its values yet: `conj`, `neg`."""
     for entry in metadata:
         if entry:
             bits = ", ".join(map(brief, entry)) if isinstance(entry, dict) else brief(entry)

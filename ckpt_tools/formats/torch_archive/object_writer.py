@@ -24,11 +24,7 @@ PROTOCOL = 2  # what torch.save uses
 
 
 def dump_archive(value: object) -> bytes:
-    """The bytes that `torch.save(value)` would write: one archive, ready to be a file or a BYTES item.
-
-    Raises:
-        TypeError: the value holds an object that is neither plain data nor one of our stand-ins.
-    """
+    """The bytes that `torch.save(value)` would write: one archive, ready to be a file or a BYTES item."""
     stream = io.BytesIO()
     pickler = _Pickler(stream)
     pickler.dump(value)

@@ -84,11 +84,7 @@ class Frame(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def tensor_frame(dtype: str, shape: tuple[int, ...]) -> Frame:
-    """The archive of a dense row-major tensor; its payload lies at `len(head)`.
-
-    Raises:
-        UnsupportedCheckpointError: the element type is unknown.
-    """
+    """The archive of a dense row-major tensor; its payload lies at `len(head)`."""
     payload_bytes = prod(shape) * itemsize(dtype)
     out = bytearray()
     records = [

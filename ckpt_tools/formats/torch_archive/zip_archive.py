@@ -43,12 +43,7 @@ class Record(NamedTuple):
 
 
 def read_directory(read: ReadAt, length: int, where: str) -> dict[str, Record]:
-    """The records of an archive of `length` bytes by name, proven not to overlap.
-
-    Raises:
-        CorruptCheckpointError: it is not a zip archive, or its sizes contradict each other.
-        UnsupportedCheckpointError: a record is compressed or encrypted.
-    """
+    """The records of an archive of `length` bytes by name, proven not to overlap."""
     count, start, size, end = _locate_directory(read, length, where)
     if start + size > end or size > _MAX_DIRECTORY or count * _CENTRAL.size > size:
         raise CorruptCheckpointError(
@@ -72,11 +67,7 @@ def read_directory(read: ReadAt, length: int, where: str) -> dict[str, Record]:
 
 
 def payload_offset(read: ReadAt, record: Record, where: str) -> int:
-    """Bytes from the beginning of the archive to the record's content.
-
-    Raises:
-        CorruptCheckpointError: the record's local header is not the one its directory entry describes.
-    """
+    """Bytes from the beginning of the archive to the record's content."""
     header = read(record.header, _LOCAL.size)
     if len(header) == _LOCAL.size and header[:4] == b"PK\x03\x04":
         _, _, _, method, *_, name_length, extra_length = _LOCAL.unpack(header)
@@ -93,10 +84,7 @@ def stored_crc32(record: Record) -> int | None:
 
 
 def check_record(record: Record, content: bytes, where: str) -> None:
-    """
-    Raises:
-        CorruptCheckpointError: `content` has another checksum than the record's writer stored.
-    """
+    """Raise CorruptCheckpointError if `content` has another checksum than the record's writer stored."""
     expected, found = stored_crc32(record), zlib.crc32(content)
     if expected not in (None, found):
         raise CorruptCheckpointError(

@@ -39,10 +39,6 @@ def name_numbers(
         parameters: names and shapes in the model's order, those that are not trained among them.
         shapes: of the states of a number; a number without states fits any shape.
         proves: a dearer test by content, asked only where shapes leave a choice.
-
-    Raises:
-        MappingError: no order of the groups fits the model.
-        OpenChoiceError: several do.
     """
     has_shape: Fits = lambda name, number: shapes.get(number, parameters[name]) == parameters[name]  # noqa: E731
     found = _interleavings(groups, list(parameters), has_shape)

@@ -72,13 +72,7 @@ def dcp_model(
     layer_spec: LayerSpec | None = None,
     weights_only: bool = False,
 ) -> Model:
-    """The model that a plain state dict of a Megatron job holds.
-
-    Raises:
-        UnsupportedCheckpointError: weights of another program, of a job that DCP saved only a part of, or none.
-        MappingError: states that nothing assigns to a parameter, or keys that nothing accounts for.
-        Otherwise the errors of `fsdp_model`.
-    """
+    """The model that a plain state dict of a Megatron job holds."""
     refuse_group_map(files.location, catalog)
     catalog, left_out = leave_out(catalog, ignored)
     found = read_state_dict(catalog)
@@ -208,11 +202,7 @@ def numbered(
     catalog: Catalog,
     rounds: Rounds | None,
 ) -> tuple[dict[int, str], dict[int, str]]:
-    """The name and the master's key of every number; masters stand for the 16-bit parameters of a group in order.
-
-    Raises:
-        MappingError: see `name_numbers`, or masters that are more or fewer than 16-bit parameters.
-    """
+    """The name and the master's key of every number; masters stand for the 16-bit parameters of a group in order."""
     parameters = {
         name: catalog.tensors[key].shape
         for name, key in found.weights.items()
@@ -237,11 +227,7 @@ def numbered(
 def owners(
     optimizer: OptimizerKeys, found: StateDict, catalog: Catalog, values: SmallValues
 ) -> dict[str, str]:
-    """The parameter of every state's and every master's key; of numbers as far as order and shapes tell.
-
-    Raises:
-        MappingError: they leave a choice, or do not fit the model.
-    """
+    """The parameter of every state's and every master's key; of numbers as far as order and shapes tell."""
     names: Mapping[str, str] = {name: name for name in optimizer.states}
     masters: dict[str, str] = {}
     if optimizer.form == "by_number":
@@ -258,11 +244,7 @@ def owners(
 
 
 def group_members(optimizer: OptimizerKeys, catalog: Catalog, values: SmallValues) -> list[list[Any]]:
-    """The names or numbers of the parameters of each group, where groups list them.
-
-    Raises:
-        MappingError: a group lists something else.
-    """
+    """The names or numbers of the parameters of each group, where groups list them."""
     wanted = int if optimizer.form == "by_number" else str
     found: list[list[Any]] = []
     for owner in sorted(optimizer.groups, key=int):
@@ -310,11 +292,7 @@ def _value(key: str, catalog: Catalog, values: SmallValues) -> Any:
 def _tensor(
     name: str, key: str, states: Mapping[str, str], catalog: Catalog, values: SmallValues
 ) -> FsdpTensor:
-    """A weight and its states as they stand.
-
-    Raises:
-        MappingError: a state has another shape.
-    """
+    """A weight and its states as they stand."""
     weight = catalog.tensors[key]
     kept: dict[str, TensorEntry] = {WEIGHT: weight}
     step = None
@@ -356,11 +334,7 @@ def _unwrapped(name: str) -> str:
 def _nested(
     found: StateDict, catalog: Catalog, values: SmallValues
 ) -> tuple[dict[tuple[str | int, ...], object], Iterable[str]]:
-    """The leaves of nested states by path, and a line for each key that is left out.
-
-    Raises:
-        MappingError: keys that nothing accounts for.
-    """
+    """The leaves of nested states by path, and a line for each key that is left out."""
     nested: dict[tuple[str | int, ...], object] = {}
     dropped, unknown = list[str](), list[str]()
     for key in found.others:

@@ -47,11 +47,7 @@ def possible_names(catalog: Catalog) -> frozenset[str]:
 
 
 def named_model(catalog: Catalog, wanted: Collection[str]) -> NamedModel:
-    """The model that most of the `wanted` names are found in.
-
-    Raises:
-        MappingError: there are several with all of them, or two keys come to one name.
-    """
+    """The model that most of the `wanted` names are found in."""
     tensors, optimizer = outside_optimizers(catalog)
     held: dict[str, dict[str, str]] = {}  # prefix -> wanted name -> key
     for key in tensors:

@@ -97,11 +97,7 @@ class FsdpSource:
         return stored_tp(self.record, self.rng, self.common.args)
 
     def known_tp(self, asked: int | None) -> int | None:
-        """The same, said by `asked` where the checkpoint does not tell.
-
-        Raises:
-            MappingError: it tells otherwise.
-        """
+        """The same, said by `asked` where the checkpoint does not tell."""
         known = self.tp
         if known is None:
             return asked
@@ -146,11 +142,6 @@ def read_fsdp_source(
     """The checkpoint's tensors, groups and scalars.
 
     `ignored` are globs of keys that are left out. With `weights_only` an optimizer that cannot be read is too.
-
-    Raises:
-        MappingError: keys without a rule, half a gated weight, states that do not fit their weights, or layers
-            under the numbers of a pipeline stage.
-        UnsupportedCheckpointError: fp32 masters stand beside the model, as a foreign converter writes them.
     """
     values = SmallValues(files, trust_pickle)
     catalog, left_out = leave_out(catalog, ignored)
@@ -226,11 +217,7 @@ class SmallValues:
         return self._seen[archive]
 
     def tensor(self, entry: TensorEntry) -> StoredTensor:
-        """A small tensor that is stored in one piece.
-
-        Raises:
-            MappingError: it is not.
-        """
+        """A small tensor that is stored in one piece."""
         if len(entry.chunks) == 1 and entry.chunks[0].box == full_box(entry.shape):
             try:
                 value = self.load(entry.chunks[0].item)
@@ -390,11 +377,7 @@ def _sources(entries: list[TensorEntry], shape: tuple[int, ...]) -> tuple[Source
 
 
 def step_number(tensor: StoredTensor) -> float:
-    """The 0-d fp32 step as a number.
-
-    Raises:
-        MappingError: another type or shape.
-    """
+    """The 0-d fp32 step as a number."""
     if tensor.dtype != "float32" or tensor.shape:
         raise MappingError(f"a step is a 0-d float32 tensor, found {tensor.dtype} {tensor.shape}")
     return float(struct.unpack("<f", tensor.data)[0])

@@ -56,10 +56,6 @@ def with_fresh_optimizer(model: Model, options: TargetOptions) -> tuple[Model, T
     """The model with an optimizer that has not begun, and the options of a target that holds it.
 
     What a checkpoint of the run told beside its weights decides: fields of groups, schedule, rng states.
-
-    Raises:
-        UsageError: a setting is needed, or is not one that Megatron takes.
-        MappingError: the run's groups depend on what no checkpoint tells.
     """
     check_fresh(options)
     if model.common.args.get("use_mup"):
@@ -98,11 +94,7 @@ def given_settings(options: TargetOptions) -> list[str]:
 
 
 def check_fresh(options: TargetOptions) -> None:
-    """Refuse options that no fresh optimizer goes with, and its own without it.
-
-    Raises:
-        UsageError: with the reason.
-    """
+    """Refuse options that no fresh optimizer goes with, and its own without it."""
     given = given_settings(options)
     if not options.fresh_optimizer:
         if given:
@@ -126,11 +118,7 @@ def check_fresh(options: TargetOptions) -> None:
 
 
 def choose_settings(model: Model, options: TargetOptions) -> Settings:
-    """What was asked for, else what the run's args, schedule and groups say; for Adam, else Megatron's defaults.
-
-    Raises:
-        UsageError: a setting is told by nothing, or has a value that Megatron does not take.
-    """
+    """What was asked for, else what the run's args, schedule and groups say; for Adam, else Megatron's defaults."""
     asked = {name: getattr(options, name) for name in _SETTINGS}
     stored = {name: model.scheduler.get(key) for name, key in _IN_SCHEDULER.items()}
     sources = (asked, model.common.args, model.common.optimizer_config, stored, _of_groups(model.groups))

@@ -36,12 +36,7 @@ class GatingChoice:
 
 
 def mark_gated(parameters: Sequence[LiveParameter], choice: GatingChoice) -> list[LiveParameter]:
-    """The same parameters with `gated` set on every fc1 that is stored as two halves.
-
-    Raises:
-        MappingError: fc1 and fc2 do not fit together, nothing tells the activation of a gated MLP, or a flag
-            contradicts the shapes or the args.
-    """
+    """The same parameters with `gated` set on every fc1 that is stored as two halves."""
     gated = gated_modules(parameters)
     problems = list(_contradictions(gated, choice))
     if problems:
@@ -67,9 +62,6 @@ def gated_modules(parameters: Iterable[LiveParameter]) -> dict[str, bool]:
     """For every module of Megatron's with an fc1: whether it is gated, by shapes alone.
 
     Keys name the module and, for grouped experts, the expert, as `module:7`.
-
-    Raises:
-        MappingError: an fc1 has no fc2 beside it, or neither once nor twice as many rows as that has columns.
     """
     shapes = {p.name: p.shape for p in parameters}
     gated: dict[str, bool] = {}

@@ -73,11 +73,7 @@ class LiveParameter:
 def live_parameters(
     parameters: Sequence[Parameter], style: ModelStyle, dialect: Dialect, tp: int
 ) -> list[LiveParameter]:
-    """Live parameters of the model in stored order; `tp` is the target's tensor-parallel size.
-
-    Raises:
-        MappingError: a fused projection lacks a part, or its rows do not divide by `tp`.
-    """
+    """Live parameters of the model in stored order; `tp` is the target's tensor-parallel size."""
     names = [live_name(parameter, style) for parameter in parameters]
     named = [
         (parameter, name, *split_part(name, style)) for parameter, name in zip(parameters, names, strict=True)
@@ -150,11 +146,7 @@ def _fused(base: str, parts: dict[str, Parameter], dialect: Dialect, tp: int) ->
 
 
 def part_order(base: str, parts: Iterable[str]) -> tuple[str, ...]:
-    """The order in which the live tensor `base` holds these parts.
-
-    Raises:
-        MappingError: they are not all the parts of any known projection.
-    """
+    """The order in which the live tensor `base` holds these parts."""
     found = set(parts)
     for order in (*PART_ORDERS, MLA_DOWN, HALVES):
         if found == set(order):

@@ -36,10 +36,6 @@ def fsdp_model(
         tp: tensor-parallel size of the job that it is for, where the checkpoint does not tell.
         layer_spec: `te` or `local`, None to let the settings decide.
         weights_only: leave the optimizer alone: what it holds is neither read nor checked.
-
-    Raises:
-        UsageError: `tp` is needed and nothing tells it.
-        MappingError: fused projections that do not add up, or groups that do not fit the parameters.
     """
     settings = read_settings(source.common)
     local = settings.local_norms if layer_spec is None else layer_spec == "local"
@@ -94,9 +90,6 @@ def _groups(source: FsdpSource) -> tuple[list[Group], dict[str, int]]:
     """Distinct sets of group fields, and for each trained tensor the number of its own.
 
     Every parameter has the fields of its group beside it; those with equal fields make a group.
-
-    Raises:
-        MappingError: a trained parameter without group fields or step, or fields without a parameter.
     """
     fields = {_spelling(name): dict(group) for name, group in source.groups.items()}
     unused = set(fields)

@@ -30,11 +30,7 @@ class Relayout:
 
 
 def build_relayout(source: FsdpSource, wanted: Size | None) -> Relayout:
-    """Everything that `source` holds, for a job of `wanted` tensor-parallel ranks (None: as many as it is for).
-
-    Raises:
-        UsageError, MappingError: a fused projection cannot be regrouped.
-    """
+    """Everything that `source` holds, for a job of `wanted` tensor-parallel ranks (None: as many as it is for)."""
     catalog = source.catalog
     writer = None if source.tp is None else source.tp.ranks
     tp = writer if wanted is None else wanted.ranks

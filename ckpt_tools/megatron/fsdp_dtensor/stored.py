@@ -62,10 +62,6 @@ def stored_parameters(
 
     `tp` is the tensor-parallel size of the job that wrote the tensors, None when nothing tells it; `local_norms`
     whether its norms are modules of their own where Transformer Engine fuses them, None when nobody said.
-
-    Raises:
-        UsageError: `tp` is needed and unknown.
-        MappingError: the parts of a fused projection do not add up, or two tensors get one name.
     """
     hybrid = any(f"{MTP_LIVE}layers." in tensor.name for tensor in tensors)
     if is_hybrid(tensor.name for tensor in tensors):

@@ -84,11 +84,7 @@ def halves(parameter: LiveParameter) -> tuple[Half, ...]:
 
 
 def live_value(parameter: LiveParameter, role: str) -> Value:
-    """The unsplit parameter as one value: its stored parts, each where the running model has it.
-
-    Raises:
-        MappingError: the parts have different element types.
-    """
+    """The unsplit parameter as one value: its stored parts, each where the running model has it."""
     if parameter.is_whole and not parameter.has_padding:
         return parameter.rows[0].parameter.values[role]
     parts = [rows.parameter.values[role] for rows in parameter.rows]
@@ -113,11 +109,7 @@ def _cut(value: Value, half: Half, parameter: LiveParameter) -> tuple[Source, ..
 
 
 def running_dtype(parameter: LiveParameter) -> str | None:
-    """Element type of the parameter in the running model, None where nothing tells it.
-
-    Raises:
-        MappingError: its stored parts have different types.
-    """
+    """Element type of the parameter in the running model, None where nothing tells it."""
     found = {p.dtype for p in parameter.stored}
     if len(found) > 1:
         raise MappingError(
@@ -127,11 +119,7 @@ def running_dtype(parameter: LiveParameter) -> str | None:
 
 
 def has_role(parameter: LiveParameter, role: str) -> bool:
-    """Whether every stored part of the parameter has this value.
-
-    Raises:
-        MappingError: some have it and some have not.
-    """
+    """Whether every stored part of the parameter has this value."""
     stored = parameter.stored
     lacking = [p.name for p in stored if role not in p.values]
     if 0 < len(lacking) < len(stored):
@@ -140,11 +128,7 @@ def has_role(parameter: LiveParameter, role: str) -> bool:
 
 
 def roles_of(parameter: LiveParameter) -> tuple[str, ...]:
-    """What the optimizer holds for the parameter; nothing for buffers and frozen weights.
-
-    Raises:
-        MappingError: some of its stored parts have it and some have not.
-    """
+    """What the optimizer holds for the parameter; nothing for buffers and frozen weights."""
     stored = parameter.stored
     if len(stored) == 1:  # nearly all of the hundred thousands of a large model
         return stored[0].states

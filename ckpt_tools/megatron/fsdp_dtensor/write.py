@@ -71,12 +71,7 @@ class FsdpTarget:
 
 
 def build_fsdp_target(model: Model, options: TargetOptions) -> FsdpTarget:
-    """Everything the `fsdp_dtensor` checkpoint of `model` must contain.
-
-    Raises:
-        UsageError: options that contradict each other.
-        MappingError: options or names that contradict the checkpoint, or facts that cannot be proven from it.
-    """
+    """Everything the `fsdp_dtensor` checkpoint of `model` must contain."""
     check_options(options)
     dialect = choose_dialect(model, options)
     style, notes = choose_style(model, options)
@@ -126,11 +121,7 @@ def known_vocabulary(
 def trained_parameters(
     model: Model, options: TargetOptions, parameters: Sequence[LiveParameter]
 ) -> list[LiveParameter] | None:
-    """Those with optimizer states, which are whole; None where no optimizer is written.
-
-    Raises:
-        MappingError: states are missing.
-    """
+    """Those with optimizer states, which are whole; None where no optimizer is written."""
     if options.weights_only:
         return None
     if model.optimizer_layout is not None or model.groups:
@@ -183,11 +174,7 @@ def optimizer_part(
 
 
 def check_options(options: TargetOptions) -> None:
-    """Refuse options that cannot be met whatever the checkpoint.
-
-    Raises:
-        UsageError: with the reason.
-    """
+    """Refuse options that cannot be met whatever the checkpoint."""
     if options.dtype is not None and not options.weights_only:
         raise UsageError(
             "--dtype goes with --weights-only: a job that resumes needs its fp32 masters as they are"
@@ -201,11 +188,7 @@ def check_options(options: TargetOptions) -> None:
 
 
 def choose_dialect(model: Model, options: TargetOptions) -> Dialect:
-    """The dialect asked for, else Bridge's for a source or model of Bridge's and Megatron-LM main's for any other.
-
-    Raises:
-        UsageError: `--rename-mtp-keys` with a dialect that keeps the old name.
-    """
+    """The dialect asked for, else Bridge's for a source or model of Bridge's and Megatron-LM main's for any other."""
     otherwise = BRIDGE if model.settings.bridge else "main"
     dialect = dialect_for(options.dialect, otherwise, (p.name for p in model.parameters))
     if not options.rename_mtp or dialect.mtp_in_state == MTP_LIVE:
@@ -218,11 +201,7 @@ def choose_dialect(model: Model, options: TargetOptions) -> Dialect:
 
 
 def choose_style(model: Model, options: TargetOptions) -> tuple[ModelStyle, list[str]]:
-    """The facts of the model that names depend on, and a note for each that was assumed.
-
-    Raises:
-        MappingError: `--layer-spec local` for a HybridModel, or experts of which nothing tells how a job holds them.
-    """
+    """The facts of the model that names depend on, and a note for each that was assumed."""
     settings, notes = model.settings, []
     names = {p.name for p in model.parameters}
     has_fused_norms = any(name.endswith((".linear_qkv.layer_norm_weight", ".linear_fc1.layer_norm_weight"))
@@ -258,9 +237,6 @@ def choose_parameters(
     """The live parameters of the target; checks names for clashes and layers for gaps.
 
     Gated ones are marked, for a target that holds their `halves` apart.
-
-    Raises:
-        MappingError: names that clash, or another number of layers than the args say.
     """
     parameters = live_parameters(model.parameters, style, dialect, tp)
     if halves:
@@ -289,10 +265,6 @@ def choose_vocab(model: Model, options: TargetOptions, parameters: list[LivePara
     """The parameters with the vocabulary size that was asked for; unchanged when none was.
 
     Rows beyond the tokens that the args tell of are known to be padding; a smaller vocabulary has to be proven.
-
-    Raises:
-        UsageError: sizes below 1, or `--vocab-size` alone.
-        Otherwise the errors of `resize_vocab`.
     """
     rows = options.vocab_size_padded
     if rows is None:

@@ -71,12 +71,7 @@ class CommonState:
 
 
 def read_common_state(files: Files, catalog: Catalog, trust_pickle: bool = False) -> CommonState:
-    """The common state of a checkpoint, its values checked; empty (source None) when it has none.
-
-    Raises:
-        CorruptCheckpointError: it is there but damaged.
-        UnsupportedCheckpointError: it names a class that is not known to be harmless.
-    """
+    """The common state of a checkpoint, its values checked; empty (source None) when it has none."""
     found = _read(files, catalog, trust_pickle)
     _check(
         found.values,

@@ -76,12 +76,7 @@ class Layers(NamedTuple):
 
 
 def cut_settings(settings: Mapping[str, Any], layers: Layers) -> dict[str, Any]:
-    """The settings that say another thing of the layers kept.
-
-    Raises:
-        UsageError: one has not an entry for each layer, or cannot say it of these layers.
-        MappingError: one may say something of each layer, and is not known.
-    """
+    """The settings that say another thing of the layers kept."""
     changed: dict[str, Any] = {name: layers.kept for name in _COUNTS if settings.get(name) == layers.total}
     if not changed:
         return {}

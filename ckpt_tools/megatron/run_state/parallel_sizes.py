@@ -38,10 +38,7 @@ def tensor_parallel_problems(tp: int, setting: Setting, names: Iterable[str]) ->
 
 
 def refuse_tensor_parallel(tp: int, setting: Setting, names: Iterable[str]) -> None:
-    """
-    Raises:
-        UsageError: the model does not run on `tp` tensor-parallel ranks.
-    """
+    """Raise UsageError if the model does not run on `tp` tensor-parallel ranks."""
     problems = list(tensor_parallel_problems(tp, setting, names))
     if problems:
         raise UsageError(

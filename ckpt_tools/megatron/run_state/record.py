@@ -65,9 +65,6 @@ def stored_tp(
 
     `rng` are the (pp, tp) ranks whose states it holds: one for each that runs. The arguments count only where
     Megatron-FSDP wrote the checkpoint itself; a conversion carries over those of the job before.
-
-    Raises:
-        MappingError: the record and the states contradict each other.
     """
     held = max((t + 1 for _, t in rng), default=None)
     if record is not None and record.tp is not None:
@@ -93,11 +90,7 @@ def record_bytes(record: TargetRecord) -> bytes:
 
 
 def read_record(files: Files) -> TargetRecord | None:
-    """What a conversion of ours recorded in a checkpoint's folder; None for checkpoints of other writers.
-
-    Raises:
-        CorruptCheckpointError: the file is there and is not such a record.
-    """
+    """What a conversion of ours recorded in a checkpoint's folder; None for checkpoints of other writers."""
     if not files.exists(RECORD_FILE):
         return None
     where = f"{files.location}/{RECORD_FILE}"

@@ -55,10 +55,7 @@ def corrupt(where: str, value: object, wanted: str) -> CorruptCheckpointError:
 
 
 def check_settings(settings: Mapping[str, Any], where: str) -> None:
-    """
-    Raises:
-        CorruptCheckpointError: a setting that sizes are calculated from is not a number.
-    """
+    """Raise CorruptCheckpointError if a setting that sizes are calculated from is not a number."""
     for name, least in (COUNTED | _MORE_COUNTED).items():
         if (value := settings.get(name)) is not None and not counts(value, least):
             raise corrupt(f"{where}.{name}", value, f"a whole number from {least} to {MOST:,}")
@@ -72,11 +69,7 @@ def counts(value: object, least: int) -> bool:
 
 
 def checked_field(name: str, value: Any, where: str) -> Any:
-    """A field of a parameter group or of the schedule as it is stored.
-
-    Raises:
-        CorruptCheckpointError: it is to be a number that 64 bits hold, and is not.
-    """
+    """A field of a parameter group or of the schedule as it is stored."""
     is_tensor = isinstance(value, StoredTensor | TensorBytes)
     if name in _MAYBE_TENSORS and value is not None:
         if not isinstance(value, TensorBytes):  # of an outline, which has no numbers
@@ -89,11 +82,7 @@ def checked_field(name: str, value: Any, where: str) -> Any:
 
 
 def number_of(value: Any, where: str) -> Any:
-    """A stored number, or that which a tensor of one element holds.
-
-    Raises:
-        CorruptCheckpointError: it is neither.
-    """
+    """A stored number, or that which a tensor of one element holds."""
     if isinstance(value, StoredTensor):
         form = _FORMS.get(value.dtype)
         if form is None or struct.calcsize(form) != len(value.data):
@@ -110,11 +99,7 @@ def _is_number(value: object) -> bool:
 
 
 def fields_at(value: Any, where: str) -> Mapping[str, Any]:
-    """A stored mapping of names: a parameter group, the schedule, a loss scaler; its fields are checked.
-
-    Raises:
-        CorruptCheckpointError: it is another value, or has a field that is.
-    """
+    """A stored mapping of names: a parameter group, the schedule, a loss scaler; its fields are checked."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise corrupt(where, value, "a mapping of names")
     for name, field in value.items():
@@ -123,11 +108,7 @@ def fields_at(value: Any, where: str) -> Mapping[str, Any]:
 
 
 def check_object(key: str, value: Any) -> None:
-    """Whether an object of its own is what the readers of its key take.
-
-    Raises:
-        CorruptCheckpointError: it is not.
-    """
+    """Whether an object of its own is what the readers of its key take."""
     if of_group := group_key(key):
         checked_field(of_group.field, value, key)
     elif key.startswith("opt_param_scheduler."):
@@ -137,11 +118,7 @@ def check_object(key: str, value: Any) -> None:
 
 
 def rng_at(value: Any, where: str) -> list[Any]:
-    """The rng states of a rank.
-
-    Raises:
-        CorruptCheckpointError: they are not a list of mappings.
-    """
+    """The rng states of a rank."""
     if not isinstance(value, list):
         raise corrupt(where, value, "a list of states")
     for number, state in enumerate(value):
@@ -150,11 +127,7 @@ def rng_at(value: Any, where: str) -> list[Any]:
 
 
 def only_one(value: Any, where: str) -> Any:
-    """What Megatron has wrapped into a list, as every object of a grid.
-
-    Raises:
-        CorruptCheckpointError: it is another value.
-    """
+    """What Megatron has wrapped into a list, as every object of a grid."""
     if not isinstance(value, list) or len(value) != 1:
         raise corrupt(where, value, "a list of one value")
     return value[0]
@@ -164,9 +137,6 @@ def optimizer_groups(optimizer: Any, where: str = "optimizer") -> list[dict[str,
     """The parameter groups in the `optimizer` part of a common state, in id order; empty when it holds none.
 
     Accepts one optimizer, a chain of them ({0: ..., 1: ...}) and a bare inner optimizer.
-
-    Raises:
-        CorruptCheckpointError: what is to be a group or one of its numbers is another value.
     """
     if not isinstance(optimizer, Mapping):
         return []

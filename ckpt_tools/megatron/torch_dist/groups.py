@@ -21,11 +21,7 @@ Group = dict[str, Any]
 
 
 def rebuild_optimizer(model: Model, experts_apart: bool) -> tuple[dict[Any, Any], tuple[int, ...]]:
-    """The `optimizer` entry of the common state, and the number of tensors of the running model in each group.
-
-    Raises:
-        MappingError: groups that loaders could not tell apart.
-    """
+    """The `optimizer` entry of the common state, and the number of tensors of the running model in each group."""
     if all(p.group is None for p in model.parameters):
         return _stored_optimizer(model, experts_apart), ()
     found = _members(model, experts_apart)

@@ -73,10 +73,6 @@ def read_torch_dist(
     Tensors that stand inside stored objects (`dp_zero_gather_scatter`) are added to the catalog. Of the
     optimizer may be wanted the masters alone, as far as they can be read, or nothing. `unknown_keys` may be there and
     count as dropped. `share`: see `read_optimizer_states`.
-
-    Raises:
-        UnsupportedCheckpointError, VerificationError: see `read_optimizer_states`.
-        MappingError: keys that nothing accounts for, or that do not make a whole model.
     """
     common = read_common_state(files, catalog, trust_pickle)
     catalog, left_out = leave_out(catalog, ignored)
@@ -223,11 +219,7 @@ def rng_states(files: Files, catalog: Catalog) -> tuple[dict[tuple[int, int], ob
 
 
 def dropped_objects(keys: SortedKeys, consumed: frozenset[str], unknown_keys: bool) -> list[str]:
-    """One line per object or tensor that the target leaves out.
-
-    Raises:
-        MappingError: keys that nothing accounts for, unless there may be `unknown_keys`.
-    """
+    """One line per object or tensor that the target leaves out."""
     dropped, unknown = [], []
     for key in (*keys.objects, *keys.optimizer):
         rng = rng_shard(key)

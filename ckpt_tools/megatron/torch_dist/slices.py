@@ -51,11 +51,7 @@ class SortedKeys:
 
 
 def sort_keys(catalog: Catalog) -> SortedKeys:
-    """Every key of the catalog, as parameters, optimizer keys and objects.
-
-    Raises:
-        MappingError: keys that cannot be weights of a Megatron model, or blocks with missing layers.
-    """
+    """Every key of the catalog, as parameters, optimizer keys and objects."""
     optimizer = [key for key in catalog.tensors if is_optimizer_key(key)]
     weights = [entry for key, entry in catalog.tensors.items() if not is_optimizer_key(key)]
     parameters = without_wrapper([parameter for entry in weights for parameter in slices_of(entry)])
@@ -80,11 +76,7 @@ def without_wrapper(parameters: list[Slice]) -> list[Slice]:
 
 
 def slices_of(entry: TensorEntry) -> list[Slice]:
-    """The parameters stacked in one stored weight, in index order; a single one when nothing is stacked.
-
-    Raises:
-        MappingError: several stacked segments in its key, or fewer axes than that tells of.
-    """
+    """The parameters stacked in one stored weight, in index order; a single one when nothing is stacked."""
     key = entry.key
     name, number = expert_of(key)
     stacked = stacked_layers(name)

@@ -54,11 +54,7 @@ class Stack:
 
     @property
     def weight(self) -> Value:
-        """Its parameters' weights as one tensor.
-
-        Raises:
-            MappingError: they have different element types.
-        """
+        """Its parameters' weights as one tensor."""
         return self._joined({index: p.weight for index, p in self.members.items()})
 
     def state(self, role: str) -> Value:
@@ -96,10 +92,6 @@ def stack_parameters(
     """The target's tensors in order of first appearance, and notes on how blocks were laid out.
 
     `stacked` overrides what the args say, but not what is impossible.
-
-    Raises:
-        MappingError: missing layers or experts, members of different shapes, or a block that `stacked` asks to
-            stack although its layers differ.
     """
     _refuse_gaps(parameters)
     places = [_place(p.name) for p in parameters]
@@ -120,11 +112,7 @@ def stack_parameters(
 
 
 def joined_halves(parameters: Sequence[Parameter]) -> list[Parameter]:
-    """The parameters with the gate and up halves of an fc1 in one, which `singleton_local_shards` keeps apart.
-
-    Raises:
-        MappingError: a half stands alone, or has other states or another shape than its twin.
-    """
+    """The parameters with the gate and up halves of an fc1 in one, which `singleton_local_shards` keeps apart."""
     twins: dict[tuple[str, int | None], dict[str, Parameter]] = {}
     for p in parameters:
         name, half = split_half(p.name)
@@ -212,11 +200,7 @@ def _wanted(
 
 
 def _refuse_partial_layers(layers: Mapping[str, Mapping[int, set[_Content]]]) -> None:
-    """Layers of different kinds each have something of their own; one that only lacks something is damaged.
-
-    Raises:
-        MappingError: a layer holds a part of what another layer of its block holds.
-    """
+    """Layers of different kinds each have something of their own; one that only lacks something is damaged."""
     problems = []
     for block, found in layers.items():
         kinds = {frozenset(content): layer for layer, content in sorted(found.items(), reverse=True)}

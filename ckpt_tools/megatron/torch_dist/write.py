@@ -85,12 +85,7 @@ class TorchDistTarget:
 
 
 def build_torch_dist_target(model: Model, options: TorchDistOptions) -> TorchDistTarget:
-    """Everything the `torch_dist` checkpoint of `model` must contain.
-
-    Raises:
-        UsageError: something that has to come from the user is missing.
-        MappingError: options or names that contradict the checkpoint, or facts that cannot be proven from it.
-    """
+    """Everything the `torch_dist` checkpoint of `model` must contain."""
     local = model.settings.local_norms if options.layer_spec is None else options.layer_spec == "local"
     dialect = choose_dialect(model, options.dialect)
     _check_counts(model)
@@ -187,11 +182,7 @@ def _common_state(model: Model, options: TorchDistOptions) -> tuple[dict[str, An
 
 
 def _check_counts(model: Model) -> None:
-    """Layers and experts against the args.
-
-    Raises:
-        MappingError: the weights have other numbers.
-    """
+    """Layers and experts against the args."""
     problems, common = [], model.common
     layers, wanted = (
         layer_counts(p.name for p in model.parameters).get("decoder.layers."),

@@ -70,11 +70,7 @@ def cast(values: Array, source: str, target: str) -> Array:
 def cast_checked(
     values: Array, source: str, target: str, key: str, start: tuple[int, ...]
 ) -> tuple[Array, int]:
-    """`cast_raw` of a part of tensor `key` that begins at `start`, and how many elements have another value now.
-
-    Raises:
-        VerificationError: finite numbers became infinite; the first one is named.
-    """
+    """`cast_raw` of a part of tensor `key` that begins at `start`, and how many elements have another value now."""
     result = cast_raw(values, source, target)
     if is_exact(source, target):
         return result, 0

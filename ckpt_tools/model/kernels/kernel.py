@@ -35,21 +35,13 @@ class Kernel(Protocol):
         """As plans and reports call it."""
 
     def form(self, inputs: Sequence[Form]) -> Form:
-        """The form of the result.
-
-        Raises:
-            ValueError: the inputs are not what this kernel works on.
-        """
+        """The form of the result."""
 
     def needs(self, box: Box, inputs: Sequence[Form]) -> tuple[Box, ...]:
         """For each input the box that the elements of `box` are made of."""
 
     def compute(self, box: Box, tiles: Sequence[Array]) -> Array:
-        """The elements of `box` from the boxes that `needs` asked for.
-
-        Raises:
-            ValueError: the inputs hold what no writer of this encoding writes.
-        """
+        """The elements of `box` from the boxes that `needs` asked for."""
 
 
 class _Elementwise:
@@ -234,11 +226,7 @@ def _along(values: Array, elements: Array, axis: int) -> Array:
 
 
 def reshaped(kernel: Kernel, whole: tuple[int, ...], shape: tuple[int, ...]) -> Kernel:
-    """`kernel`, which gives the shape `whole`, as one that gives `shape`.
-
-    Raises:
-        ValueError: axes would have to be joined.
-    """
+    """`kernel`, which gives the shape `whole`, as one that gives `shape`."""
     splits, at = [], 0
     for axis, length in enumerate(whole):
         first, at = at, at + 1

@@ -36,11 +36,7 @@ SMALL_FILES = (".metadata", "metadata.json", "common.pt", "run_config.yaml", "tr
 
 
 def read_manifest(path: Path) -> object:
-    """What a manifest's file says, not yet looked at.
-
-    Raises:
-        UsageError: it is absent or not JSON. StorageError: it cannot be read.
-    """
+    """What a manifest's file says, not yet looked at."""
     try:
         return parse_json(read_named_file(path, MAX_MANIFEST_BYTES))
     except FileNotFoundError:
@@ -54,11 +50,7 @@ def read_manifest(path: Path) -> object:
 def make_manifest(
     files: Files, catalog: Catalog, threads: int = 2, workers: int | None = None, tick: Tick = lambda _: None
 ) -> dict[str, Any]:
-    """The manifest of a checkpoint as plain data.
-
-    Raises:
-        CkptError: something cannot be read.
-    """
+    """The manifest of a checkpoint as plain data."""
     names = {item.file for _, item in all_items(catalog)} | {n for n in SMALL_FILES if files.exists(n)}
     names |= {
         name for name in files.list() if PurePosixPath(name).suffix in DATA_SUFFIXES
@@ -89,11 +81,7 @@ def make_manifest(
 
 
 def check_manifest(stored: object, found: Mapping[str, Any]) -> Check:
-    """What a manifest `stored` earlier says otherwise than the one `found` now.
-
-    Raises:
-        UsageError: `stored` is not a manifest of this version.
-    """
+    """What a manifest `stored` earlier says otherwise than the one `found` now."""
     if not _is_manifest(stored):
         raise UsageError(f"the manifest is not one of schema {SCHEMA}, as verify --write-manifest writes it")
     assert isinstance(stored, dict)

@@ -40,11 +40,7 @@ def statistics(
     workers: int | None = None,
     tick: Tick = lambda _: None,
 ) -> list[Statistics]:
-    """The statistics of each tensor; `tick` is told the bytes read.
-
-    Raises:
-        CorruptCheckpointError, MappingError: a tensor cannot be read.
-    """
+    """The statistics of each tensor; `tick` is told the bytes read."""
 
     def measure(part: Part, told: Tick) -> Statistics:
         found = Statistics(histogram)
@@ -79,11 +75,7 @@ def changes(
     workers: int | None = None,
     tick: Tick = lambda _: None,
 ) -> list[Change]:
-    """How each tensor of the first place has moved in the second; both of a pair have one shape.
-
-    Raises:
-        CorruptCheckpointError, MappingError: a tensor cannot be read.
-    """
+    """How each tensor of the first place has moved in the second; both of a pair have one shape."""
 
     def measure(part: Part, told: Tick) -> Change:
         found = Change()

@@ -87,11 +87,7 @@ def is_bridge_command(words: Sequence[str]) -> bool:
 
 
 def command_words(words: Sequence[str]) -> list[str]:
-    """The words of a command line; one word that holds all of it is split as a shell splits it.
-
-    Raises:
-        UsageError: a shell could not split it.
-    """
+    """The words of a command line; one word that holds all of it is split as a shell splits it."""
     if len(words) != 1 or not any(c.isspace() for c in words[0]):
         return list(words)
     try:
@@ -146,11 +142,7 @@ def _script_at(words: Sequence[str], program: str) -> int | None:
 
 
 def parse_yaml(text: bytes | str, name: str = "the YAML file", program: str = MAIN) -> Job:
-    """The job that a YAML file describes: Bridge's configuration, a Megatron-LM recipe (`MODEL_ARGS`), or settings.
-
-    Raises:
-        UsageError: it is not a YAML mapping.
-    """
+    """The job that a YAML file describes: Bridge's configuration, a Megatron-LM recipe (`MODEL_ARGS`), or settings."""
     try:
         document = documents.parse_yaml(text)
     except documents.DocumentError as error:

@@ -25,11 +25,7 @@ NESTED, V4_ROPE = "rope_parameters", ("rope_theta", "rope_scaling", "partial_rot
 
 
 def write_config(family: Family, model: ModelArgs) -> dict[str, Any]:
-    """config.json of the model, from its architecture alone; its class's own values for what it has not.
-
-    Raises:
-        MappingError: fields cannot say what the model has; all are named.
-    """
+    """config.json of the model, from its architecture alone; its class's own values for what it has not."""
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type or family.name,
@@ -55,11 +51,7 @@ def write_config(family: Family, model: ModelArgs) -> dict[str, Any]:
 
 @bounded("config.json")
 def read_config(family: Family, config: Config) -> ModelArgs:
-    """The architecture that a config.json of this family describes.
-
-    Raises:
-        MappingError: fields are missing, or say something that Megatron cannot express; all are named.
-    """
+    """The architecture that a config.json of this family describes."""
     config = in_v4_form(config)
     if NESTED in family.config_fields:
         config |= _nested(config)
@@ -119,11 +111,7 @@ def _lacks(values: Mapping[str, Any], setting: str) -> bool:
 
 
 def reconcile(family: Family, model: ModelArgs, reference: Config) -> ModelArgs:
-    """The checkpoint's architecture with what only the reference config tells.
-
-    Raises:
-        MappingError: the reference contradicts the checkpoint; every such field is named.
-    """
+    """The checkpoint's architecture with what only the reference config tells."""
     theirs = read_config(family, reference)
     model = replace(model, rope_scaling=(_settle_rope(model, theirs),))
     problems, taken = [], {}
@@ -168,11 +156,7 @@ def _two_bases(family: Family, config: Config) -> list[str]:
 
 
 def in_v4_form(config: Config) -> dict[str, Any]:
-    """The config with the names of transformers 4 for what transformers 5 spells in another way.
-
-    Raises:
-        MappingError: `rope_parameters` and a field of transformers 4 contradict each other.
-    """
+    """The config with the names of transformers 4 for what transformers 5 spells in another way."""
     found = dict(config)
     if found.get(NESTED) is not None:
         said = _rope_fields(_mapping(found["rope_parameters"], "rope_parameters"))

@@ -68,9 +68,6 @@ def account_for_settings(
     """What is to be said about a checkpoint's args and a config.json (in its transformers-4 form).
 
     `model` is what the source's own settings describe.
-
-    Raises:
-        MappingError: a setting changes the forward pass in a way that the other side cannot hold; all are named.
     """
     nothing = Account((), ())
     ours = nothing if args is None else account_for_args(family, args)

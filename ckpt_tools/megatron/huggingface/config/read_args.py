@@ -28,11 +28,7 @@ from ckpt_tools.megatron.huggingface.config.sparse_attention import read_sparse_
 
 @bounded("the checkpoint's args")
 def read_model_args(args: Mapping[str, Any]) -> ModelArgs:
-    """The architecture that Megatron-LM args or the `model` section of Bridge's run_config.yaml describe.
-
-    Raises:
-        MappingError: a field without which no shape can be told is missing, or a pattern does not fit.
-    """
+    """The architecture that Megatron-LM args or the `model` section of Bridge's run_config.yaml describe."""
     args = flat_args(args)
     needed = ["num_layers", "hidden_size", "num_attention_heads"]
     if args.get("group_query_attention") and not _is_mla(args):

@@ -57,9 +57,6 @@ def hybrid_pattern(told: object) -> str:
     """The kind of each layer of the decoder, from Megatron's pattern.
 
     Bars cut it for pipelines. What stands behind a slash is the pattern of a prediction layer.
-
-    Raises:
-        MappingError: it has other letters.
     """
     pattern = "".join(str(told).partition("/")[0].replace("|", "").split())
     strange = sorted(set(pattern) - set(KINDS))

@@ -69,11 +69,7 @@ def rotary_bases(args: Mapping[str, Any]) -> tuple[float, float | None]:
 
 
 def rope_args(rope: Mapping[str, Any], mla: bool) -> dict[str, Any]:
-    """Megatron-LM's arguments for a scaling.
-
-    Raises:
-        MappingError: Megatron has no argument for a value of it.
-    """
+    """Megatron-LM's arguments for a scaling."""
     match rope.get("rope_type"):
         case "llama3":
             return {"use_rope_scaling": True, "rope_scaling_factor": rope["factor"]}
@@ -156,11 +152,7 @@ def _refuse_rest(kind: str, settings: Mapping[str, Any], has_factor: bool) -> No
 
 
 def _refuse_two_readings(settings: Mapping[str, Any], factor: float) -> None:
-    """DeepSeek's own code and Megatron divide by the terms whatever they are, transformers only where both are told.
-
-    Raises:
-        MappingError: that makes a difference.
-    """
+    """DeepSeek's own code and Megatron divide by the terms whatever they are, transformers only where both are told."""
     mscale, all_dim, usual = settings.get("mscale"), settings.get("mscale_all_dim"), attention_factor(factor)
     quotient = _quotient(1.0 if mscale is None else mscale, all_dim or 0.0, usual)
     if not (mscale and all_dim) and not isclose(quotient, usual, rel_tol=1e-12):

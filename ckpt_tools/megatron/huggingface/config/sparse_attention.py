@@ -51,11 +51,7 @@ def indexer_layers(layers: int, freq: int, offset: int) -> tuple[int, ...]:
 
 
 def sharing(pattern: Sequence[int]) -> tuple[int, int]:
-    """`dsa_indexer_topk_freq` and `dsa_indexer_skip_topk_offset` of a pattern.
-
-    Raises:
-        MappingError: no two numbers make this pattern.
-    """
+    """`dsa_indexer_topk_freq` and `dsa_indexer_skip_topk_offset` of a pattern."""
     if all(pattern):
         return 1, 0
     offset = list(pattern).index(0)

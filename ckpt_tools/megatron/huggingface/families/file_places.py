@@ -48,11 +48,7 @@ class Place:
 
 
 def parse_rule_source(data: bytes | str, name: str = "", *, ours: bool = False) -> RuleSource:
-    """The file as values and lines.
-
-    Raises:
-        DocumentError: it is not YAML within bounds.
-    """
+    """The file as values and lines."""
     return RuleSource(*parse_marked_yaml(data, ours=ours), name)
 
 

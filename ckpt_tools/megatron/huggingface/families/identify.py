@@ -33,9 +33,6 @@ def detect_family(
 
     `names` are Megatron parameters with any layer numbers. `model` tells Llama, Mistral and Gemma apart, which
     have the same parameters. Where only one of the `families` is possible, it is that.
-
-    Raises:
-        MappingError: no family has such parameters, or config.json names one without rules.
     """
     if config is not None:
         return family_of_config(config, families)
@@ -58,11 +55,7 @@ def detect_family(
 
 
 def family_of_config(config: Mapping[str, Any], families: Mapping[str, Family] = FAMILIES) -> Family:
-    """The family of a config.json.
-
-    Raises:
-        MappingError: its model_type has no rules.
-    """
+    """The family of a config.json."""
     kind = config.get("model_type")
     near = families.that_may_be(str(kind)) if isinstance(families, Families) else families
     for family in map(families.__getitem__, near):

@@ -75,12 +75,7 @@ from ckpt_tools.megatron.huggingface.mapping.rules import Family
 
 
 def load_rule_file(path: str | Path) -> Family:
-    """The family that a rule file describes.
-
-    Raises:
-        UsageError: the file is not YAML, or a value is not what it must be; all of them are named with their
-            place, as `problem @ $.rules[3].layout (line 12)`.
-    """
+    """The family that a rule file describes."""
     try:
         source = parse_rule_source(read_named_file(Path(path)))
     except (OSError, DocumentError) as error:

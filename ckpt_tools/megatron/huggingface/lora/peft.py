@@ -79,11 +79,7 @@ class PeftSettings:
     places: Places = field(default_factory=Places)
 
     def scale(self, module: str, rank: int) -> float:
-        """What the product of a module's matrices of this rank is multiplied with.
-
-        Raises:
-            MappingError: its rank is another one.
-        """
+        """What the product of a module's matrices of this rank is multiplied with."""
         wanted = _by_pattern(self.ranks, module, self.rank)
         if rank != wanted:
             raise MappingError(f"its rank is {rank}; {ADAPTER_CONFIG} says {wanted}")
@@ -118,12 +114,7 @@ class WithAdapter:
 
 
 def read_peft_settings(config: Any) -> PeftSettings:
-    """What adapter_config.json says.
-
-    Raises:
-        UnsupportedCheckpointError: another method than LoRA, or a variant that is not merged; it is named.
-        MappingError: numbers without which nothing can be merged are missing.
-    """
+    """What adapter_config.json says."""
     if not isinstance(config, Mapping):
         raise UnsupportedCheckpointError(f"{ADAPTER_CONFIG} is not an object: {config!r:.40}")
     if config.get("peft_type") != "LORA":
@@ -195,10 +186,6 @@ def with_adapter(
 
     Tensors of `adapter` have the keys of their file; its entries keep their own keys. `shared` names embedding and
     head of a model that ties them. An adapter that holds both whole leaves both, for their bytes to be compared.
-
-    Raises:
-        MappingError: adapters or tensors that have no place in the base, or another shape; all are named.
-        UnsupportedCheckpointError: tensors of another kind of adapter.
     """
     modules, whole = _sorted_out(adapter, base)
     problems = [
@@ -267,11 +254,7 @@ def _broken_tie(
 
 
 def _sorted_out(adapter: Catalog, base: Catalog) -> tuple[dict[str, _Matrices], dict[str, TensorEntry]]:
-    """The adapter's matrices by the weight they are added to, and what it holds whole, by their names in the base.
-
-    Raises:
-        UnsupportedCheckpointError, MappingError: another kind of adapter, or half of one.
-    """
+    """The adapter's matrices by the weight they are added to, and what it holds whole, by their names in the base."""
     found: dict[tuple[str, bool], dict[str, TensorEntry]] = {}
     whole, odd = {}, []
     for key, entry in adapter.tensors.items():

@@ -126,11 +126,7 @@ def _any_named(modules: Iterable[str], end: str) -> bool:
 
 
 def read_places(config: Mapping[str, Any]) -> Places:
-    """What adapter_config.json says of places.
-
-    Raises:
-        MappingError: a field is of another kind than PEFT writes.
-    """
+    """What adapter_config.json says of places."""
     targets, layers = config.get("target_modules"), config.get("layers_to_transform")
     if isinstance(targets, str) and targets.lower() == _EVERY_LINEAR:
         targets = None

@@ -51,11 +51,7 @@ def peft_target(
     catalog: Catalog, adapters: Iterable[Adapter], pairs: Iterable[Pair], model: ModelArgs, alpha: float, base: str,
     dtype: str | None = None,
 ) -> PeftTarget:  # fmt: skip
-    """The tensors and adapter_config.json of `adapters`; `pairs` are those of the base model `base`.
-
-    Raises:
-        MappingError: adapters of weights that the base does not have, or that PEFT has no form for; all are named.
-    """
+    """The tensors and adapter_config.json of `adapters`; `pairs` are those of the base model `base`."""
     pairs = list(pairs)
     places = {core: (pair, i) for pair in pairs for i, core in enumerate(pair.core)}
     linears: list[_Linear] = []

@@ -119,11 +119,7 @@ def _gate_up(shape: Shape, model: ModelArgs) -> Layout:
 
 
 def gate_up_in_turns(shape: Shape, model: ModelArgs) -> Layout:
-    """Gate and up rows of experts in turns of a few (`GluInterleave`), in two tensors.
-
-    Raises:
-        MappingError: the turns or the ranks do not divide the gate rows.
-    """
+    """Gate and up rows of experts in turns of a few (`GluInterleave`), in two tensors."""
     assert model.glu_interleave is not None
     (block, parts), half = model.glu_interleave, shape[0] // 2
     part = half // parts  # rows of each half that one rank has

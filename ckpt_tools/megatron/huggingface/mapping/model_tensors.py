@@ -46,9 +46,6 @@ def expected_by_rules(
     """The tensors by the rules of the family; of spellings that a class has saved, the one that is `present`.
 
     With `may_be_bare` these are of the model inside of a class with a head, if its names are present.
-
-    Raises:
-        MappingError: the architecture has no rules, or they cannot express this config.json.
     """
     family = family_of_config(config, families)
     model = read_config(family, config)

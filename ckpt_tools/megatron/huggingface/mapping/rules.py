@@ -309,11 +309,7 @@ def pairs_of(
 
 
 def _laid_out(rule: Rule, name: str, shape: Shape, model: ModelArgs) -> Layout:
-    """The layout of a shape, which those of a user's rule have to fit.
-
-    Raises:
-        MappingError: it has no such rows, or leaves some out.
-    """
+    """The layout of a shape, which those of a user's rule have to fit."""
     made = rule_layout(rule, model, name)
     if not rule.place:
         return made(shape, model)

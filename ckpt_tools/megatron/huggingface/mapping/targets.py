@@ -114,10 +114,6 @@ def export_targets(
     cannot tell and must agree with the rest. `dtype` None keeps every tensor's own. `vocab_size` cuts the
     vocabulary; `mtp_copies` repeats embedding and head in each prediction layer, as DeepSeek's release does.
     `present` are the tensors of a directory to compare with: names and stacked experts are as they are there.
-
-    Raises:
-        MappingError: parameters without a rule, missing ones, shapes that contradict the args, a reference that
-            does, or an architecture that cannot be told or expressed.
     """
     if args is None and reference is None:
         raise MappingError("the checkpoint holds no args; pass --hf-config with the model's config.json")
@@ -186,11 +182,7 @@ def _whole(
     parameters: Mapping[str, Spec],
     reference: Mapping[str, Any] | None,
 ) -> tuple[Mapping[str, str], tuple[tuple[str, str], ...]]:
-    """How the checkpoint spells what `pairs` take of it, and pairs of names that must hold the same.
-
-    Raises:
-        MappingError: it is not the whole model, or more than that.
-    """
+    """How the checkpoint spells what `pairs` take of it, and pairs of names that must hold the same."""
     problems = not_of_family(family, model, reference)
     spelled, unused = spellings(pairs, parameters, problems)
     equal = _stray_head(model, unused, parameters)
@@ -224,11 +216,6 @@ def import_targets(
     `tensors` are its tensors, `config` its config.json. The vocabulary is filled up with zeros to `vocab_rows`, or to
     a multiple of `vocab_multiple` (make-vocab-size-divisible-by times tensor-parallel size). `dtype` None keeps each
     tensor's own.
-
-    Raises:
-        UsageError: fewer rows than tokens.
-        UnsupportedCheckpointError: the weights are quantized.
-        MappingError: tensors without a rule, missing ones, or shapes that contradict config.json.
     """
     refuse_quantized(config)
     family = family_of_config(config, families)
@@ -315,11 +302,7 @@ def _stray_head(
 def export_pair(
     pair: Pair, spelled: Mapping[str, str], parameters: Mapping[str, Spec], dtype: str | None
 ) -> list[TargetTensor]:
-    """The Hugging Face tensors of a pair.
-
-    Raises:
-        MappingError: what is one tensor with others is stored as another element type.
-    """
+    """The Hugging Face tensors of a pair."""
     stored = {parameters[spelled[name]].dtype for name in pair.core}
     if len(stored) > 1:
         raise MappingError(

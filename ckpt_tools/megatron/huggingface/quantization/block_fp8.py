@@ -62,11 +62,7 @@ class QuantizedTensors:
 
 
 def block_fp8_of(reference: Mapping[str, Any] | None) -> BlockFp8:
-    """How the model of a config.json is quantized, which the output follows; the published form without one.
-
-    Raises:
-        MappingError: its own form of FP8 is another one.
-    """
+    """How the model of a config.json is quantized, which the output follows; the published form without one."""
     settings = (reference or {}).get(SETTINGS)
     if not isinstance(settings, Mapping) or settings.get("quant_method") != "fp8":
         return BlockFp8()
@@ -84,11 +80,7 @@ def block_fp8_of(reference: Mapping[str, Any] | None) -> BlockFp8:
 def quantized_tensors(
     tensors: Iterable[TargetTensor | InlineTensor], catalog: Catalog, family: Family, how: BlockFp8
 ) -> QuantizedTensors:
-    """The tensors of an export with their linears as codes and scales.
-
-    Raises:
-        MappingError: the family has no linears of that form, or some are of a type that has no blocks.
-    """
+    """The tensors of an export with their linears as codes and scales."""
     tensors = list(tensors)
     odd = [
         t.key

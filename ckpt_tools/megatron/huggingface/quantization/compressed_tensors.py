@@ -25,11 +25,7 @@ class Scheme(NamedTuple):
     symmetric: bool
 
     def kernel(self, stored: Sequence[TensorEntry], shape: tuple[int, ...], dtype: str) -> Kernel:
-        """The kernel of a weight of `shape` that is stored as these codes and scales.
-
-        Raises:
-            ValueError: it is not encoded like this.
-        """
+        """The kernel of a weight of `shape` that is stored as these codes and scales."""
         if self.symmetric != (len(stored) == 2):
             raise ValueError(f"zero points are {'not ' * self.symmetric}part of {self.strategy} {self.kind}")
         kernel = self._kernel(stored, shape, dtype)
@@ -79,12 +75,7 @@ class Schemes(NamedTuple):
 
 
 def schemes_of(settings: Mapping[str, Any]) -> Schemes:
-    """The schemes of `config_groups`.
-
-    Raises:
-        UnsupportedCheckpointError: an encoding that is not read.
-        MappingError: settings that are not of this kind.
-    """
+    """The schemes of `config_groups`."""
     sparse = settings.get("sparsity_config") or {}
     if not isinstance(sparse, Mapping) or sparse.get("format", "dense") != "dense":
         raise _unread(f"sparsity_config {sparse!r}")

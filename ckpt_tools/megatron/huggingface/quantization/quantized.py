@@ -141,12 +141,7 @@ class Input(NamedTuple):
 
 
 def dequantized(catalog: Catalog, config: Mapping[str, Any], files: Files) -> Dequantized:
-    """The model of these safetensors as plain tensors; the same catalog when it is not quantized.
-
-    Raises:
-        UnsupportedCheckpointError: a quantization that is not read.
-        MappingError: codes and scales that do not belong together, or contradict config.json.
-    """
+    """The model of these safetensors as plain tensors; the same catalog when it is not quantized."""
     settings = config.get(SETTINGS)
     if not settings:
         _refuse_unannounced(catalog)

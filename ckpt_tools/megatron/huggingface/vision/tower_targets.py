@@ -47,9 +47,6 @@ def language_settings(args: Mapping[str, Any], config: Mapping[str, Any] | None)
     """The settings of the language model alone, for text.
 
     Positions of text are the same in every section of M-RoPE, and no image is there to be seen without a mask.
-
-    Raises:
-        MappingError: the sections are other ones than those of `config`, a config.json.
     """
     found = {**args, "is_vision_language": False}
     if as_text(args.get(POSITIONS)) != "mrope":
@@ -67,11 +64,7 @@ def with_towers(
     parameters: Mapping[str, Spec],
     dtype: str | None,
 ) -> Exported:
-    """The export of a language model with the tensors of the other modules, whose parameters are `parameters`.
-
-    Raises:
-        MappingError: some are missing, without a rule, or of other shapes than config.json asks for.
-    """
+    """The export of a language model with the tensors of the other modules, whose parameters are `parameters`."""
     kind = known_to_bridge(config)
     pairs = tower_pairs(kind, config, tower.config, tower.others)
     problems: list[str] = []
@@ -96,9 +89,6 @@ def imported_whole(
     """The import of a language model among the parameters of the other modules, made of `tensors`.
 
     Its arguments record `config`, which tells what the tensors do not.
-
-    Raises:
-        MappingError: tensors are missing, without a rule, or of other shapes than config.json asks for.
     """
     kind = known_to_bridge(config)
     pairs = tower_pairs(kind, config, tower.config, tower.others)
@@ -124,11 +114,7 @@ def imported_whole(
 
 
 def known_to_bridge(config: Mapping[str, Any]) -> VisionLanguage:
-    """The kind of model that config.json describes.
-
-    Raises:
-        MappingError: an unknown one, or one of which no program has all towers.
-    """
+    """The kind of model that config.json describes."""
     kind = vision_language_of(config)
     if not kind.rules:
         raise MappingError(

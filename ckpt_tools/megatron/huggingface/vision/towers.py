@@ -80,11 +80,7 @@ class Tower:
 
 
 def vision_language_of(config: Mapping[str, Any]) -> VisionLanguage:
-    """The kind of vision-language model that config.json describes.
-
-    Raises:
-        MappingError: it describes another model.
-    """
+    """The kind of vision-language model that config.json describes."""
     kind = config.get(TYPE)
     if kind not in vision_language_types():
         raise MappingError(
@@ -100,10 +96,6 @@ def language_tower(config: Mapping[str, Any], tensors: Mapping[str, Spec], tied:
     Args:
         tensors: those of its directory; without any, names are those of the released files.
         tied: whether the head of the checkpoint is the embedding, where the tensors are not there to tell.
-
-    Raises:
-        MappingError: it describes another one, it contradicts `tied` or itself, or tensors belong neither to the
-            language model nor to the other towers.
     """
     wrapper = vision_language_of(config)
     kind = wrapper.name
@@ -253,9 +245,6 @@ def _is_tied(config: Mapping[str, Any], text: Mapping[str, Any], has_head: bool)
     Versions of transformers say it outside of text_config, inside, or nowhere; a default of theirs inside may
     contradict what holds. So a stored head stays one unless nothing denies that it is shared. Without a head, a model
     shares it where one place says so.
-
-    Raises:
-        MappingError: there is no head, and one place says that it has one, the other not.
     """
     outer, inner = _said(config, text)
     if has_head:
@@ -274,11 +263,7 @@ def _said(config: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[Any, Any]
 
 
 def _as_stored(config: Mapping[str, Any], text: Mapping[str, Any], tied: bool) -> bool:
-    """`tied`, which the checkpoint tells.
-
-    Raises:
-        MappingError: config.json says otherwise, outside of text_config or, where it is silent there, inside.
-    """
+    """`tied`, which the checkpoint tells."""
     outer, inner = _said(config, text)
     said = inner if outer is None else outer
     if said is not None and bool(said) != tied:
@@ -293,9 +278,6 @@ def _is_by_rows(text: Mapping[str, Any], tensors: Mapping[str, Spec]) -> bool:
     """Whether experts are stored with the rows of a linear first, which most of them fit.
 
     At most one of the two tensors of a layer is square and fits either, and the other tells.
-
-    Raises:
-        MappingError: config.json does not say their sizes.
     """
     hidden, ffn = text.get("hidden_size"), text.get("moe_intermediate_size")
     if not isinstance(hidden, int) or not isinstance(ffn, int):

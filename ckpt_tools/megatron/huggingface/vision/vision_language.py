@@ -147,9 +147,6 @@ def tower_pairs(
         config: config.json of the whole model.
         language: that of the language model inside.
         present: the tensors of a directory, which tell how it spells them.
-
-    Raises:
-        MappingError: vision_config is missing, or a field of it is not a size.
     """
     parts = {"vision": config.get(VISION), "whole": config, "language": language}
     if not isinstance(parts["vision"], Mapping):

@@ -74,11 +74,7 @@ class Reader:
 
 
 def round_bits(bits: Bits, dtype: str, to: str) -> Bits:
-    """fp32 bit patterns rounded to nearest even, as bit patterns of `to`.
-
-    Raises:
-        UnsupportedCheckpointError: there is no such rounding.
-    """
+    """fp32 bit patterns rounded to nearest even, as bit patterns of `to`."""
     import numpy as np
 
     if dtype == to:

@@ -92,9 +92,6 @@ def find_stretches(
     """What every element of every bucket that is not padding belongs to, proven.
 
     With `sample_only` the last step, the comparison of all elements, is left to who reads them next.
-
-    Raises:
-        VerificationError: something is not proven; all such places are named.
     """
     encoded = [buffer for buffer in buffers if needs_position(buffer)]
     plain = [buffer for buffer in buffers if not needs_position(buffer)]

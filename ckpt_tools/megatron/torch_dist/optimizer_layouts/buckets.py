@@ -103,10 +103,6 @@ def find_buffers(catalog: Catalog, numels: Mapping[tuple[int, int], Any]) -> tup
     """All buffers stored as bucket tensors, by (chain, group, gbuf); empty when there are none.
 
     `numels` are the `per_bucket_numel_unpadded` objects by (chain, group), as stored.
-
-    Raises:
-        UnsupportedCheckpointError: states are encoded, not numbers, or have no masters to prove them by.
-        CorruptCheckpointError: the states of a bucket do not agree in size or chunks, or buckets are missing.
     """
     found: dict[tuple[int, int, int], dict[int, _StoredBucket]] = {}
     for key, entry in catalog.tensors.items():
@@ -162,9 +158,6 @@ def flatten(entry: TensorEntry) -> Flat:
 
     Stored 1-D, or as ``[dp, numel / dp]``: `fully_sharded_bucket_space` of core 0.11-0.14 went through the
     N-D flattening, one row a data-parallel rank.
-
-    Raises:
-        CorruptCheckpointError: another shape, or chunks that are not runs of elements.
     """
     width = entry.shape[-1] if entry.shape else 0
     runs = sorted(

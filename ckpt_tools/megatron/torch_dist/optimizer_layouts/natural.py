@@ -60,11 +60,6 @@ def model_space_states(
 
     `transposed_experts` (args.moe_use_legacy_grouped_gemm) says whether flattened expert states are
     transposed where their shapes cannot (see `nd_flattened`).
-
-    Raises:
-        MappingError: a state names no stored weight or does not fit its shape.
-        CorruptCheckpointError: two keys claim the same state.
-        UnsupportedCheckpointError: states are encoded, not numbers.
     """
     entries = {key: found for key in catalog.tensors if (found := state_key(key))}
     stored = {key: catalog.tensors[key] for key in entries}

@@ -22,9 +22,6 @@ def state_view(stored: Shape, weight: Shape, original: Shape | None, transposed:
 
     `original` is what `mcore_data` notes for the key; without a note the shape of the weight stands in. A
     state of the weight's own rank is stored as it is (1-D states before core 0.11, all states since 0.16).
-
-    Raises:
-        ValueError: the stored shape is not that weight's, nor a flattening of it.
     """
     shape = _swap_last(weight) if transposed else weight
     if stored == weight and original in (None, weight):

@@ -50,11 +50,6 @@ def read_optimizer_states(
     Bucket layouts are proven by content, which reads all masters and weights once; with `sample_only` only
     some elements of each, for a caller who compares all of them later (`TargetTensor.must_round_to`). `share` is who
     does the comparing.
-
-    Raises:
-        UnsupportedCheckpointError: a layout, or an encoding of states, that cannot be read.
-        VerificationError: bucket contents that are not proven to belong to a weight.
-        MappingError, CorruptCheckpointError: keys that do not fit together.
     """
     layout = optimizer_layout(catalog, common)
     if layout == "none":
@@ -99,11 +94,7 @@ def _merged(buckets: OptimizerStates, beside: OptimizerStates) -> OptimizerState
 def bucket_states(
     catalog: Catalog, layout: str, buffers: Iterable[Buffer], stretches: Iterable[Stretch]
 ) -> OptimizerStates:
-    """The states in proven stretches, by kind and weight; of equal copies the first counts.
-
-    Raises:
-        CorruptCheckpointError: states of one kind and weight have several element types.
-    """
+    """The states in proven stretches, by kind and weight; of equal copies the first counts."""
     slices: dict[tuple[str, str], dict[tuple[int, ...], dict[object, Source]]] = {}
     dtypes: dict[tuple[str, str], str] = {}
     for bucket, start, piece in stretches:
@@ -139,9 +130,6 @@ def coalesced_buffers(files: Files, catalog: Catalog) -> tuple[Buffer, ...]:
 
     Each object is ``[{gbuf: {(dtype, dtype): {kind: 1-D tensor, 'numel_unpadded': n}}, 'buckets_coalesced':
     True}]``.
-
-    Raises:
-        UnsupportedCheckpointError: a form of the object that is not known.
     """
     buffers = []
     for (chain, group), item in _objects(catalog, "param_state"):

@@ -33,12 +33,7 @@ STORED = "int16"  # what only remainders are stored as
 def joined_masters(
     files: Files, catalog: Catalog, common: CommonState, states: OptimizerStates
 ) -> OptimizerStates:
-    """The states with every master that is stored as a remainder joined with its weight, to be computed when read.
-
-    Raises:
-        VerificationError: numbers that can be read as masters and as remainders.
-        MappingError: remainders of weights that are not bf16.
-    """
+    """The states with every master that is stored as a remainder joined with its weight, to be computed when read."""
     masters = {key: state for (kind, key), state in states.states.items() if kind == MASTER}
     encoded = {key for key, state in masters.items() if state.dtype == STORED}
     if states.layout == "fully_reshardable" and common.arg("use_precision_aware_optimizer"):

@@ -62,11 +62,7 @@ class OptimizerStates:
         return (kind, model_key) in self.states
 
     def dtype(self, kind: str, model_key: str) -> str:
-        """Stored element type of a state.
-
-        Raises:
-            MappingError: there is no such state.
-        """
+        """Stored element type of a state."""
         return self._state(kind, model_key).dtype
 
     def sources(self, kind: str, model_key: str, lead: tuple[int, ...] = ()) -> tuple[Source, ...]:
@@ -74,9 +70,6 @@ class OptimizerStates:
 
         `lead` are the indices of the stacked leading axes (layer, then expert; () for none). The views
         end in the coordinates of the weight's global shape without those axes.
-
-        Raises:
-            MappingError: there is no such state, or none for this slice.
         """
         found = self._state(kind, model_key).sources(lead)
         if found is None:
