@@ -31,7 +31,9 @@ def edit(
     data: Callable[[AnyEdited], dict[str, Any]],
     show: Callable[[AnyEdited], None],
 ) -> None:
-    """Run a command that writes in the format of its source, on one iteration or all of them, and print its report."""
+    """Run a command that writes in the format of its source, on one iteration or all of them, and
+    print its report.
+    """
     from ckpt_tools.cli.render.progress import progress_bar
     from ckpt_tools.commands.job.iterations import convert_iterations
     from ckpt_tools.commands.job.rewrite import EditOptions

@@ -1,4 +1,4 @@
-"""Writes `ckpt_tools/verify/readiness/megatron_flags.json`: what Megatron-LM's own parsers take, asked of those parsers.
+"""Writes `ckpt_tools/verify/readiness/megatron_flags.json`: what Megatron-LM's own parsers take.
 
 Run by hand, with checkouts of Megatron-LM and a Python that has torch:
 

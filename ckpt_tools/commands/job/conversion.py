@@ -128,7 +128,9 @@ class Conversion:
         return lay_out(self.catalog, self.target, core, archives, layout, only, self.keep_order)
 
     def _refuse_impossible_tp(self) -> None:
-        """`--tp` without the job's other sizes is what the output says that it is for: such a job must be able to be."""
+        """`--tp` without the job's other sizes is what the output says that it is for: such a job must
+        be able to be.
+        """
         tp = self.job.record.tp if self.job is not None else None
         if (
             self.to == "fsdp_dtensor"

@@ -62,7 +62,9 @@ def replaced(
     *,
     is_unfinished: bool = False,
 ) -> str:
-    """What the one checkpoint at `where` is, which may be replaced. `sizes` are those in a folder, as `Store.sizes`."""
+    """What the one checkpoint at `where` is, which may be replaced. `sizes` are those in a folder, as
+    `Store.sizes`.
+    """
     found = dict(sizes(""))
     for folder in {TEMPLATES, *(name.rpartition("/")[0] for name in written)} & found.keys():
         if found[folder] is None:

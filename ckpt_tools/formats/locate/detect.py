@@ -129,7 +129,9 @@ def iteration_numbers(root: str) -> list[int]:
 
 
 def tracked_iteration(root: str) -> str | None:
-    """The folder that a run's tracker names, there or not, as Megatron writes last of all; None: it has no tracker."""
+    """The folder that a run's tracker names, there or not, as Megatron writes last of all; None: it
+    has no tracker.
+    """
     files = open_files(root)
     try:
         names = files.list()

@@ -69,7 +69,9 @@ def is_class(value: object, name: str) -> bool:
 
 
 def fields_of(value: object, *names: str) -> dict[str, Any]:
-    """The attributes of an object of one of these classes; a warning names those that it has not in any known torch."""
+    """The attributes of an object of one of these classes; a warning names those that it has not in
+    any known torch.
+    """
     if type(value) is not Object or not any(is_class(value.kind, name) for name in names):
         raise TypeError(f"{described(value)} where a {' or '.join(names)} belongs")
     if value.args or value.items is not None or not isinstance(value.state, Pairs | None):

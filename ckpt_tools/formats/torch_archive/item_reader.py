@@ -204,7 +204,9 @@ def load_object(files: Files, item: Item, trust_pickle: bool = False) -> Any:
 
 
 def read_archive(files: Files, item: Item) -> bytes:
-    """All bytes of a BYTES item or of a whole `torch.save` file, every record proven, to be taken over as they are."""
+    """All bytes of a BYTES item or of a whole `torch.save` file, every record proven, to be taken over
+    as they are.
+    """
     data = files.read(item.file, item.offset, item.length)
     if item.length > _OFTEN_EQUAL_BYTES or not _is_sound(data):
         _check_records(data, f"{path_in(files.location, item.file)} at byte {item.offset}")

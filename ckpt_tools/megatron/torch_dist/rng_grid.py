@@ -38,7 +38,9 @@ class Grid(NamedTuple):
 def rng_grid(
     rng: Ranks, common: CommonState, dialect: Dialect, ep: int | None = None, gpus: int | None = None
 ) -> Grid:
-    """The grid that the job which loads the checkpoint asks for; `ep` and `gpus` are its sizes where they are known."""
+    """The grid that the job which loads the checkpoint asks for; `ep` and `gpus` are its sizes where
+    they are known.
+    """
     pp, tp = (
         common.arg(f"{axis}_model_parallel_size") or 1 + max((ranks[i] for ranks in rng), default=0)
         for i, axis in enumerate(("pipeline", "tensor"))

@@ -142,7 +142,9 @@ def _script_at(words: Sequence[str], program: str) -> int | None:
 
 
 def parse_yaml(text: bytes | str, name: str = "the YAML file", program: str = MAIN) -> Job:
-    """The job that a YAML file describes: Bridge's configuration, a Megatron-LM recipe (`MODEL_ARGS`), or settings."""
+    """The job that a YAML file describes: Bridge's configuration, a Megatron-LM recipe (`MODEL_ARGS`),
+    or settings.
+    """
     try:
         document = documents.parse_yaml(text)
     except documents.DocumentError as error:

@@ -152,7 +152,9 @@ def _refuse_rest(kind: str, settings: Mapping[str, Any], has_factor: bool) -> No
 
 
 def _refuse_two_readings(settings: Mapping[str, Any], factor: float) -> None:
-    """DeepSeek's own code and Megatron divide by the terms whatever they are, transformers only where both are told."""
+    """DeepSeek's own code and Megatron divide by the terms whatever they are, transformers only where
+    both are told.
+    """
     mscale, all_dim, usual = settings.get("mscale"), settings.get("mscale_all_dim"), attention_factor(factor)
     quotient = _quotient(1.0 if mscale is None else mscale, all_dim or 0.0, usual)
     if not (mscale and all_dim) and not isclose(quotient, usual, rel_tol=1e-12):
