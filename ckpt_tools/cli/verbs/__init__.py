@@ -1,7 +1,7 @@
 """A module a verb, or a few: its options, its text.
 
 * `average`: `average`
-* `convert`: `convert`
+* `convert`: `convert`, also under NVIDIA's two names
 * `copy`: `copy`
 * `diff`: `diff`, `compare-two-checkpoint`
 * `edit`: `modify-state-dict`, `slice`, `print-tensor`
@@ -15,5 +15,4 @@
 * `stats`: `stats`
 * `strip`: `strip`
 * `verify`: `verify`, `preflight`
-* `long_names`: `convert` under NVIDIA's two names
 """

@@ -1,4 +1,4 @@
-"""`convert`; its long names stand in `long_names`."""
+"""`convert`, also under the two names that NVIDIA's users know."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckpt_tools.cli.options import table as t
 from ckpt_tools.cli.options.job_sizes import JOB_SIZES, layout_of
 from ckpt_tools.cli.options.row import flag, option
 from ckpt_tools.cli.options.signature import Given, fill, with_options
-from ckpt_tools.model.choices import Format
+from ckpt_tools.model.choices import Format, MegatronFormat
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.job.conversion import Progress
@@ -54,8 +54,10 @@ _TO = {
 
 
 def register(app: typer.Typer) -> None:
-    """Add this module's command to `app`."""
+    """Add this module's commands to `app`."""
     app.command(**page("convert"))(with_options(convert, frozenset().union(*MEANING.values()), _TO | OWN))
+    app.command(**page("convert-torch-dist-to-fsdp-dtensor"))(_long_form("fsdp_dtensor", "torch_dist"))
+    app.command(**page("convert-fsdp-dtensor-to-torch-dist"))(_long_form("torch_dist", "fsdp_dtensor"))
 
 
 def convert(
@@ -216,3 +218,27 @@ def finish(done: ConversionReport, as_json: bool, file: Path | None) -> None:
     give_json(done.as_json(), as_json, file, done.source)
     if not as_json:
         print_report(done)
+
+
+def _long_form(to: Format, source: MegatronFormat) -> Callable[..., None]:
+    """`convert` with its `--to` fixed and only the options it uses, under its long name."""
+
+    def command(ctx: typer.Context, input_dir: InputDir, output_dir: OutputDir, **given: Any) -> None:
+        _expect(source, input_dir, given["iteration"], to)
+        convert(ctx, input_dir, output_dir, to=to, **given)
+
+    command.__doc__ = f"Convert a {source} checkpoint to {to}: `convert --to {to}`."
+    return with_options(command, MEANING[to], OWN)
+
+
+def _expect(kind: MegatronFormat, path: str, iteration: str | None, to: Format) -> None:
+    """Refuse a source of another kind than the command's name says."""
+    from ckpt_tools.errors import UnsupportedCheckpointError
+    from ckpt_tools.formats.locate.detect import locate
+
+    number = None if iteration == "all" else v.iteration_number(iteration)
+    found = locate(path, number, of_run=True).kind
+    if found != kind:
+        raise UnsupportedCheckpointError(
+            f"{path} is a checkpoint of kind {found}; this command takes {kind}. `convert --to {to}` takes any"
+        )
