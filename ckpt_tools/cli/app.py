@@ -23,8 +23,9 @@ from ckpt_tools.credentials import hidden, redacted
 from ckpt_tools.errors import CkptError, Interrupted, StorageError, UsageError
 
 _GARBAGE = 50_000  # new objects until a collection; Python's 700 are met hundreds of times while modules are imported
-_REMOVED = {
+REMOVED = {
     "--like-source": "is no longer an option: Megatron does not load masters that are stored as remainders",
+    "--keep-states": "is no longer an option: no job loads such states; keep the source for the way back",
 }
 
 app = typer.Typer(
@@ -162,7 +163,7 @@ def _explain(error: BaseException) -> int:
         context = getattr(error, "ctx", None)
         hint = f"\n{context.get_usage()}\nTry '{context.command_path} --help'." if context else ""
         name = getattr(error, "option_name", "")
-        message = f"{name} {_REMOVED[name]}" if name in _REMOVED else error.format_message()
+        message = f"{name} {REMOVED[name]}" if name in REMOVED else error.format_message()
         complain(redacted(f"error: {message}{hint}"))
         return UsageError.exit_code
     print(escape_lines(redacted("".join(traceback.format_exception(error)).rstrip())), file=sys.stderr)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal
@@ -27,7 +27,6 @@ from ckpt_tools.commands.target_job import TargetJob, need_tp, said_tp, sized
 from ckpt_tools.commands.version_2 import VERSION_1, VERSION_2, for_version_1, for_version_2
 from ckpt_tools.commands.warm_start import begun_at, weights_for_masters, with_run_state
 from ckpt_tools.execute.run import Output
-from ckpt_tools.formats.container import read_archive
 from ckpt_tools.formats.detect import Location
 from ckpt_tools.formats.files import AnyPath, Files, path_text
 from ckpt_tools.megatron.bridge import RUN_CONFIG, TRAIN_STATE, fsdp_run_config, train_state_file
@@ -40,12 +39,11 @@ from ckpt_tools.megatron.parallel_sizes import refuse_tensor_parallel
 from ckpt_tools.megatron.record import TargetRecord
 from ckpt_tools.megatron.vocab import VocabChange
 from ckpt_tools.model.box import Box
-from ckpt_tools.model.catalog import Item
 from ckpt_tools.model.choices import CheckLevel
 from ckpt_tools.model.deferred import Chosen
 from ckpt_tools.model.model import Model, without_optimizer
 from ckpt_tools.model.roles import MASTER, WEIGHT
-from ckpt_tools.model.target import TargetObject, TargetTensor
+from ckpt_tools.model.target import TargetTensor
 
 if TYPE_CHECKING:
     from ckpt_tools.megatron.torch_dist.read import Extent
@@ -203,7 +201,7 @@ def prepare_model(
         must_be_zero=tuple(_cut_rows(built.vocab)),
         without_masters=without_masters if asked.weights_only else None,
         model=lambda: target_model(built, model.common),
-        archives=partial(_archives, built.target.objects, built.archives, files),
+        archives=partial(object_archives, built.target.objects),
     )
 
 
@@ -223,15 +221,6 @@ def planned(opened: Opened, prepared: Conversion, options: ConvertOptions, layou
         model=None,  # it is large, and not asked again
         archives=None,
     )
-
-
-def _archives(
-    objects: Iterable[TargetObject], stored: Mapping[str, Item], files: Files
-) -> Iterator[tuple[str, bytes]]:
-    """(key, archive) of every object; what is kept of the source goes along as it is stored."""
-    yield from object_archives(o for o in objects if o.key not in stored)
-    for key, item in stored.items():
-        yield key, read_archive(files, item)
 
 
 def _bridge_files(built: FsdpTarget, model: Model, files: Files, begins: bool) -> dict[str, bytes]:

@@ -11,7 +11,7 @@ import typer
 
 from ckpt_tools import __version__, errors
 from ckpt_tools.cli import app as module
-from ckpt_tools.cli.app import run
+from ckpt_tools.cli.app import REMOVED, run
 from ckpt_tools.cli.commands import MODULES
 from tests.conftest import REPO, fixture_dir
 
@@ -105,18 +105,14 @@ def test_usage_errors(argv: list[str], part: str, capsys: pytest.CaptureFixture[
 )
 def test_start_is_light(argv: list[str]) -> None:
     """No torch and no numpy, neither for help nor to inspect."""
-    program = (
-        f"import sys; from ckpt_tools.cli.app import run; print(run({argv!r}), *sys.modules, file=sys.stderr)"
-    )
+    program = f"import sys; from ckpt_tools.cli.app import REMOVED, run; print(run({argv!r}), *sys.modules, file=sys.stderr)"
     code, *modules = python("-c", program).stderr.split()
     assert code == "0"
     assert not {"torch", "numpy", "fsspec", "orjson"} & set(modules)
 
 
 def test_a_command_is_imported_alone() -> None:
-    program = (
-        "import sys; from ckpt_tools.cli.app import run; run(['env']); print(*sys.modules, file=sys.stderr)"
-    )
+    program = "import sys; from ckpt_tools.cli.app import REMOVED, run; run(['env']); print(*sys.modules, file=sys.stderr)"
     loaded = {name for name in python("-c", program).stderr.split() if name.startswith("ckpt_tools.cli.")}
     assert "ckpt_tools.cli.environment" in loaded
     assert not loaded & {f"ckpt_tools.cli.{module}" for module in MODULES.values() if module != "environment"}
@@ -154,3 +150,9 @@ def test_an_exit_that_no_closed_pipe_explains_is_not_success(monkeypatch):
     with pytest.raises(SystemExit) as stop:
         run(["verify"])
     assert stop.value.code == 3
+
+
+@pytest.mark.parametrize("option", REMOVED)
+def test_an_option_that_went_says_why(option, capsys):
+    assert run(["convert", "a", "b", option]) == 2
+    assert f"error: {option} {REMOVED[option]}" in capsys.readouterr().err

@@ -828,7 +828,9 @@ def test_a_batch_is_judged_by_the_gpus_of_the_command():
     assert "micro_batch_size 2 x 32 data-parallel ranks = 64" in broken(eight)["batch-size"][1]
     assert broken([*eight, "--micro-batch-size", "1", "--global-batch-size", "64"]) == {}
     assert broken(["torchrun", "--nproc-per-node", "gpu", *settled, "--global-batch-size", "7"]) == {}
-    assert broken(["torchrun", "--nproc-per-node", "24", *without("--global-batch-size")[3:]]).keys() == {"batch-before"}
+    assert broken(["torchrun", "--nproc-per-node", "24", *without("--global-batch-size")[3:]]).keys() == {
+        "batch-before"
+    }
     bridge = [
         "torchrun",
         "--nproc-per-node",
