@@ -105,14 +105,18 @@ def test_usage_errors(argv: list[str], part: str, capsys: pytest.CaptureFixture[
 )
 def test_start_is_light(argv: list[str]) -> None:
     """No torch and no numpy, neither for help nor to inspect."""
-    program = f"import sys; from ckpt_tools.cli.app import REMOVED, run; print(run({argv!r}), *sys.modules, file=sys.stderr)"
+    program = (
+        f"import sys; from ckpt_tools.cli.app import run; print(run({argv!r}), *sys.modules, file=sys.stderr)"
+    )
     code, *modules = python("-c", program).stderr.split()
     assert code == "0"
     assert not {"torch", "numpy", "fsspec", "orjson"} & set(modules)
 
 
 def test_a_command_is_imported_alone() -> None:
-    program = "import sys; from ckpt_tools.cli.app import REMOVED, run; run(['env']); print(*sys.modules, file=sys.stderr)"
+    program = (
+        "import sys; from ckpt_tools.cli.app import run; run(['env']); print(*sys.modules, file=sys.stderr)"
+    )
     loaded = {name for name in python("-c", program).stderr.split() if name.startswith("ckpt_tools.cli.")}
     assert "ckpt_tools.cli.environment" in loaded
     assert not loaded & {f"ckpt_tools.cli.{module}" for module in MODULES.values() if module != "environment"}
