@@ -12,6 +12,10 @@ REMOVED: Final[dict[str, str]] = {
         ("convert --like-source", "convert-fsdp-dtensor-to-torch-dist --like-source"),
         "Megatron does not load masters that are stored as remainders; fp32 masters load with the right loss.",
     ),
+    **dict.fromkeys(
+        ("convert --keep-states", "convert-torch-dist-to-fsdp-dtensor --keep-states", "plan --keep-states"),
+        "No job loads such states; keep the source for the way back.",
+    ),
     "verify --against": "Use `diff A B --headers`.",
     "repair --trust-masters": "repair corrects keys of fsdp_dtensor and changes no weights.",
     **dict.fromkeys(

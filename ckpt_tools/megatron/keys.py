@@ -46,9 +46,8 @@ from typing import NamedTuple
 from ckpt_tools.model.roles import MASTER, WEIGHT, Role
 
 COMMON_OBJECT = "common_state/shard_0_1"  # the only shard there is: one object, saved by one rank
-# In front of a key of either format: what the target has no place for, kept beside what it has (see `kept`).
+# In front of what versions before 0.3 kept beside what a job asks for; nothing reads it.
 KEPT = "kept."
-KEPT_OPTIMIZER = f"{KEPT}optimizer"  # object: the optimizer entry of a `torch_dist` common state
 COMMON_ITEMS = ("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")
 NESTED_STATES = ("opt_param_scheduler.", "rng_state.", "optimizer.grad_scaler.")
 MODEL_PREFIX = "model.module"

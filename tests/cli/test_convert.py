@@ -44,9 +44,24 @@ def test_a_root_becomes_a_root_ready_for_load(tmp_path):
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_an_iteration_directory_becomes_one(tmp_path):
-    assert convert(LLAMA / ITERATION, tmp_path / "here") == 0
-    assert sorted(os.listdir(tmp_path / "here")) == [".metadata", "__0_0.distcp", "ckpt_tools.json"]
+@pytest.mark.parametrize("command", ["convert", "average", "strip", "copy",
+                                     "convert-torch-dist-to-fsdp-dtensor"])  # fmt: skip
+def test_an_iteration_gets_a_root_by_which_a_job_finds_it(command, tmp_path, capsys):
+    verb, *words = command.split()
+    sources = [str(LLAMA / ITERATION)] * (2 if verb == "average" else 1)
+    assert run([verb, *sources, str(tmp_path / "run"), *words]) == 0
+    assert f"{tmp_path / 'run' / ITERATION}" in capsys.readouterr().out
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert run([verb, *sources, str(tmp_path / "iter_0000007"), *words]) == 0  # who names it so has a root
+    assert (tmp_path / "iter_0000007" / ".metadata").exists()
+    assert run([verb, *sources, str(tmp_path / "iter_0000007" / ".." / "run" / ITERATION), *words]) == 2
+
+
+def test_no_iteration_is_put_into_a_checkpoint(tmp_path, capsys):
+    assert convert(LLAMA / ITERATION, tmp_path / ITERATION) == 0
+    (tmp_path / ITERATION).rename(tmp_path / "mine")
+    assert convert(LLAMA / ITERATION, tmp_path / "mine") == 2
+    assert "is a checkpoint itself" in capsys.readouterr().err
 
 
 def test_all_iterations_of_a_root(source, tmp_path):

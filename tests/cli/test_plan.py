@@ -123,7 +123,7 @@ def test_tables_of_every_layout(capsys):
         ("--dp-shard", 8),
         ("--dp-shard", 1, "--tp", 2),
         ("--layout", "fsdp2", "--dp-shard", 5),
-        ("--layout", "mfsdp-v2", "--dp-shard", 3),
+        ("--layout", "mfsdp-v2", "--dp-shard", 3, "--weights-only"),
         ("--world-size", 7),
         ("--dp-shard", 1024),
         ("--dp-shard", 3, "--strategy", "no_shard"),

@@ -285,7 +285,6 @@ def test_embeddings_with_a_rate_of_their_own_keep_it(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["convert", RUN, "--fresh-optimizer"], "goes with --weights-only"),
-        (["convert", *WEIGHTS, "--keep-states"], "--keep-states contradicts --fresh-optimizer"),
         (["convert", RUN, "--lr", "0.1"], "--lr: settings of an optimizer that begins"),
         (["convert", RUN, "--weights-only", "--min-lr", "0.1"], "--min-lr: settings of"),
         (["convert", *WEIGHTS, "--dtype", "float32"], "--dtype float32: fp32 masters"),

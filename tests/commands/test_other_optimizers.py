@@ -2,44 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader, load
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.device_mesh import init_device_mesh
 
-from ckpt_tools.cli.app import run
 from ckpt_tools.commands.check.diff import diff_checkpoints
 from ckpt_tools.commands.check.verify import verify_checkpoint
 from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_dcp import convert_to_dcp
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
-from ckpt_tools.commands.edit.modify import modify_state_dict
 from ckpt_tools.commands.edit.slice import slice_layers
-from ckpt_tools.commands.edit.strip import strip_checkpoint
 from ckpt_tools.commands.job.opened import open_checkpoint
-from ckpt_tools.commands.job.placements import Layout
-from ckpt_tools.commands.look.load_dtensors import load_dtensors
-from ckpt_tools.errors import MappingError, UsageError
+from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
-from ckpt_tools.sharding.topology import Topology
 from tests.commands import oracle
 from tests.commands.rewritten import read, write
 from tests.commands.test_to_fsdp_dtensor import source_of
-from tests.commands.test_to_torch_dist import archives, assert_same_tensors
+from tests.commands.test_to_torch_dist import assert_same_tensors
 from tests.conftest import fixture_dir
 from tests.data.pack import unpacked
 
 KEPT = "kept."
-KEEPING = ConvertOptions(target=TargetOptions(keep_states=True))
 # one run each, saved in both layouts: a layer-wise optimizer beside a distributed one
 RUNS = ("main_muon", "main_muon_lion_tp2")
 STATES = {
@@ -100,34 +88,6 @@ def test_two_layouts_in_one_checkpoint_become_what_megatron_itself_saves_as_one(
     assert optimizer_of(tmp_path / "out") == optimizer_of(real / f"{name}_fr")
 
 
-@pytest.mark.parametrize("name", STATES)
-def test_kept_states_come_back_bit_for_bit(name: str, real: Path, tmp_path: Path) -> None:
-    expected = plain(real, name, tmp_path)
-    report = convert_to_fsdp_dtensor(str(real / name), str(tmp_path / "there"), KEEPING)
-    assert set(re.findall(r"(\w+) \(\d+ parameters", report.kept[0])) == STATES[name]
-    assert not any("states" in line for line in report.dropped)
-    convert_to_torch_dist(str(tmp_path / "there"), str(tmp_path / "back"))
-    assert_same_tensors(oracle.tensors(tmp_path / "back"), oracle.tensors(expected))
-    assert optimizer_of(tmp_path / "back") == optimizer_of(expected)
-
-
-def test_what_is_kept_goes_where_a_fresh_optimizer_takes_its_place(real: Path, tmp_path: Path) -> None:
-    """From Muon's run at once, or by `strip` from what was kept of it: the same, and nothing of Muon."""
-    given = TargetOptions(weights_only=True, fresh_optimizer=True)
-    convert_to_fsdp_dtensor(
-        str(real / "main_muon_fr"), str(tmp_path / "at_once"), ConvertOptions(target=given)
-    )
-    convert_to_fsdp_dtensor(str(real / "main_muon_fr"), str(tmp_path / "kept"), KEEPING)
-    strip_checkpoint(
-        str(tmp_path / "kept"), str(tmp_path / "strip"), fresh=TargetOptions(fresh_optimizer=True)
-    )
-    first, second = oracle.tensors(tmp_path / "at_once"), oracle.tensors(tmp_path / "strip")
-    assert not any(key.startswith(KEPT) or "momentum" in key for key in (*first, *second))
-    moments = [tensor for key, tensor in first.items() if key.endswith((".exp_avg", ".exp_avg_sq"))]
-    assert moments and not any(tensor.any() for tensor in moments)
-    assert_same_tensors(second, first)
-
-
 def halves_by_layer(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Masters under the names of the running model: layers one by one, gate and up apart; by hand."""
     found = {}
@@ -159,61 +119,16 @@ def test_masters_are_written_and_every_state_that_is_left_out_is_named(
     assert_same_tensors(oracle.tensors(tmp_path / "out"), masters)
     (line,) = [line for line in report.dropped if line.startswith("optimizer states")]
     assert set(re.findall(r"(\w+) \(\d+ parameters", line)) == STATES[name]
-    assert "--keep-states" in line and not report.kept
+    assert "resumes from Adam" in line
     assert any(note.startswith("no optimizer is written") for note in report.notes)
 
 
-def test_a_loader_is_asked_for_the_same_keys_with_and_without_what_is_kept(
-    real: Path, tmp_path: Path
-) -> None:
-    for name, options in (("plain", ConvertOptions()), ("kept", KEEPING)):
-        convert_to_fsdp_dtensor(str(real / "main_muon_dpr"), str(tmp_path / name), options)
-    without, beside = (
-        set(oracle.metadata(tmp_path / name).state_dict_metadata) for name in ("plain", "kept")
-    )
-    assert without < beside
-    assert all(key.startswith(KEPT) for key in beside - without)
-
-
-@pytest.mark.parametrize("name", ["main_muon_dpr", "core016_sgd"])
-def test_what_is_kept_goes_along_to_another_topology(name: str, real: Path, tmp_path: Path) -> None:
-    layout = Layout("mfsdp-v1", Topology(dp_shard=2))
-    convert_to_fsdp_dtensor(str(real / name), str(tmp_path / "there"), KEEPING)
-    convert_to_fsdp_dtensor(str(tmp_path / "there"), str(tmp_path / "anew"), ConvertOptions(layout=layout))
-    convert_to_torch_dist(str(tmp_path / "anew"), str(tmp_path / "back"))
-    assert_same_tensors(oracle.tensors(tmp_path / "back"), oracle.tensors(plain(real, name, tmp_path)))
-
-
-@pytest.mark.parametrize("keep", [True, False])
-def test_a_conversion_equals_its_source(keep: bool, real: Path, tmp_path: Path) -> None:
+def test_a_conversion_equals_its_source(real: Path, tmp_path: Path) -> None:
     source = str(real / "main_muon_dpr")
-    options = ConvertOptions(target=TargetOptions(keep_states=keep))
+    options = ConvertOptions()
     convert_to_fsdp_dtensor(source, str(tmp_path / "out"), options)
     assert diff_checkpoints(source, str(tmp_path / "out")).is_equal
     assert diff_checkpoints(str(tmp_path / "out"), str(real / "main_muon_fr")).is_equal
-
-
-def test_diff_sees_one_changed_state(real: Path, tmp_path: Path) -> None:
-    parts = read(real / "core016_sgd")
-    key = "optimizer.state.momentum_buffer.decoder.final_layernorm.weight"
-    parts.tensors[key] = parts.tensors[key] + 1
-    changed = write(tmp_path / "changed", parts)
-    convert_to_fsdp_dtensor(str(real / "core016_sgd"), str(tmp_path / "out"), KEEPING)
-    report = diff_checkpoints(str(changed), str(tmp_path / "out"))
-    assert [t.name for t in report.tensors if t.kind != "equal"] == [
-        "kept.optimizer.state.module.module.module.decoder.final_layernorm.weight.momentum_buffer"
-    ]
-
-
-def test_a_slice_has_the_kept_states_of_its_layers_and_strip_has_none(real: Path, tmp_path: Path) -> None:
-    convert_to_fsdp_dtensor(str(real / "core016_sgd"), str(tmp_path / "out"), KEEPING)
-    slice_layers(str(tmp_path / "out"), str(tmp_path / "slice"), "1:2")
-    convert_to_torch_dist(str(tmp_path / "slice"), str(tmp_path / "back"))
-    ours, source = oracle.tensors(tmp_path / "back"), oracle.tensors(real / "core016_sgd")
-    assert ours.keys() == source.keys()
-    assert_same_tensors(ours, {k: v[1:] if ".layers." in k else v for k, v in source.items()})
-    strip_checkpoint(str(tmp_path / "out"), str(tmp_path / "stripped"))
-    assert not any(k.startswith(KEPT) for k in oracle.metadata(tmp_path / "stripped").state_dict_metadata)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -241,26 +156,6 @@ def test_verify_finds_a_state_that_one_weight_of_muon_has_lost(real: Path, tmp_p
     assert [(f.where, f.message) for f in report.findings if f.where.startswith("decoder")] == [
         ("decoder.final_layernorm.weight", "its states ['exp_avg_sq'] are missing, others are there")
     ]
-
-
-def test_verify_looks_at_what_is_kept(real: Path, tmp_path: Path) -> None:
-    convert_to_fsdp_dtensor(str(real / "core016_sgd"), str(tmp_path / "out"), KEEPING)
-    assert not verify_checkpoint(str(tmp_path / "out")).findings
-    lost = "kept.optimizer.state.module.module.module.decoder.final_layernorm.weight.momentum_buffer"
-    modify_state_dict(str(tmp_path / "out"), str(tmp_path / "less"), [f"remove {re.escape(lost)}"])
-    (finding,) = verify_checkpoint(str(tmp_path / "less")).findings
-    assert finding.where == "model.module.decoder.final_layernorm.weight"
-
-
-def test_a_running_job_is_not_handed_what_is_kept(real: Path, tmp_path: Path) -> None:
-    convert_to_fsdp_dtensor(str(real / "core016_sgd"), str(tmp_path / "out"), KEEPING)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        loaded = load_dtensors(str(tmp_path / "out"), mesh)
-    finally:
-        torch.distributed.destroy_process_group()
-    assert len(loaded) == 18 and all(key.startswith("model.") for key in loaded)
 
 
 def test_another_form_of_a_checkpoint_keeps_its_states(real: Path, tmp_path: Path) -> None:
@@ -307,74 +202,7 @@ def test_a_parameter_that_lost_its_state_is_refused_in_both_directions(real: Pat
             convert(source, str(tmp_path / "out"))
 
 
-def test_states_cannot_be_kept_of_weights_alone(real: Path, tmp_path: Path) -> None:
-    options = ConvertOptions(target=TargetOptions(keep_states=True, weights_only=True))
-    with pytest.raises(UsageError, match="--keep-states contradicts --weights-only"):
-        convert_to_fsdp_dtensor(str(real / "core016_sgd"), str(tmp_path / "out"), options)
-
-
-def test_a_plan_prices_what_is_kept(real: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", str(real / "core016_sgd"), "--gpus", "2", "--json"]
-    sizes = []
-    for more in ([], ["--keep-states"]):
-        assert run([*words, *more]) == 0
-        said = json.loads(capsys.readouterr().out)
-        sizes.append((said["tensor_count"], bool(said["kept"])))
-    assert sizes == [(18, False), (36, True)]
-
-
-def test_the_command_says_what_is_kept(
-    real: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["convert", str(real / "main_muon_dpr"), str(tmp_path / "out"), "--keep-states", "--json", "-q"]
-    assert run(words) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["kept"][0].startswith("optimizer states exp_avg (7 parameters, 3,192 elements), ")
-    assert run(["convert", str(real / "main_muon_dpr"), str(tmp_path / "plain")]) == 0
-    assert "dropped    optimizer states exp_avg (7 parameters" in capsys.readouterr().out
-
-
 # ---- FP8: what Transformer Engine keeps of delayed scaling
-
-
-@pytest.mark.parametrize("name", ["te_fp8_tp2_fr", "te_fp8param_tp2_fr"])
-def test_scales_and_amax_histories_come_back_byte_for_byte(name: str, tmp_path: Path) -> None:
-    source = source_of(fixture_dir(name))
-    report = convert_to_fsdp_dtensor(str(source), str(tmp_path / "there"))
-    assert report.kept[0].startswith("8 Transformer Engine extra states")
-    empty = "decoder.final_layernorm._extra_state/shard_0_1"
-    assert [line for line in report.dropped if "_extra_state" in line] == [
-        f"{empty}: Transformer Engine extra state: not part of fsdp_dtensor"
-    ]
-    back = convert_to_torch_dist(str(tmp_path / "there"), str(tmp_path / "back"))
-    assert "8 Transformer Engine extra states come back as they were, at iteration 2" in back.notes
-    ours, theirs = archives(tmp_path / "back"), archives(source)
-    states = [key for key in theirs if "_extra_state" in key and key != empty]
-    assert len(states) == 8 and all(ours[key] == theirs[key] for key in states)
-    assert all(oracle.item(source, key)[0].numel() == 1803 for key in states)
-    assert diff_checkpoints(str(source), str(tmp_path / "there")).is_equal
-
-
-def test_no_job_asks_for_what_is_kept_of_fp8(tmp_path: Path) -> None:
-    """A native checkpoint of the same model has all that a loader asks for: the rest is under `kept.`."""
-    convert_to_fsdp_dtensor(str(source_of(fixture_dir("te_fp8param_tp2_fr"))), str(tmp_path / "out"))
-    native = set(oracle.metadata(source_of(fixture_dir("n_fp8p_dp2"))).state_dict_metadata)
-    ours = set(oracle.metadata(tmp_path / "out").state_dict_metadata)
-    more = {
-        key for key in ours - native if not key.startswith("rng_state.(0, 1).")
-    }  # it has TP 2, the native one 1
-    assert native - ours == set()
-    assert len(more) == 8 and all(key.startswith(KEPT) for key in more)
-    known = oracle.metadata(source_of(fixture_dir("n_fp8p_dp2"))).state_dict_metadata
-    asked = {
-        key: torch.full(tuple(entry.size), torch.nan)
-        for key, entry in known.items()
-        if isinstance(entry, TensorStorageMetadata) and not key.startswith("rng_state")
-    }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # what no_dist asks for
-        load(asked, storage_reader=FileSystemReader(str(tmp_path / "out")), no_dist=True)  # strict
-    assert asked and not any(value.isnan().any() for value in asked.values())
 
 
 def test_the_way_back_says_that_weights_are_no_longer_those_of_fp8(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def stored_bytes(folder: Path, keys: list[str]) -> dict[str, bytes]:
     found = {}
     for index, info in oracle.metadata(folder).storage_data.items():
         if index.fqn in keys:
-            data = (folder / info.relative_path).read_bytes()
+            data = (oracle.files_of(folder) / info.relative_path).read_bytes()
             found[index.fqn] = data[info.offset : info.offset + info.length]
     return found
 
@@ -99,7 +99,7 @@ def test_a_native_checkpoint_is_laid_out(tmp_path, capsys):
         found = oracle.tensors(folder)
         assert found.keys() == expected.keys()
         assert all(oracle.same_bytes(found[key], expected[key]) for key in expected)
-        assert len(list(folder.glob("*.distcp"))) == files
+        assert len(list(folder.rglob("*.distcp"))) == files
 
 
 def test_options_that_would_change_the_content_are_refused(tmp_path, capsys):

@@ -69,7 +69,7 @@ def objects(folder: Path) -> dict[str, bytes]:
     found = {}
     for index, info in oracle.metadata(folder).storage_data.items():
         if not isinstance(oracle.metadata(folder).state_dict_metadata[index.fqn], TensorStorageMetadata):
-            data = (folder / info.relative_path).read_bytes()
+            data = (oracle.files_of(folder) / info.relative_path).read_bytes()
             found[index.fqn] = data[info.offset : info.offset + info.length]
     return found
 

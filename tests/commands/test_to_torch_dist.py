@@ -56,7 +56,7 @@ def archives(folder: Path) -> dict[str, bytes]:
     found = {}
     for index, info in metadata.storage_data.items():
         if not isinstance(metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
-            with (folder / info.relative_path).open("rb") as file:
+            with (oracle.files_of(folder) / info.relative_path).open("rb") as file:
                 file.seek(info.offset)
                 found[index.fqn] = file.read(info.length)
     return found

@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_tools.commands.convert.options import ConvertOptions
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.convert.to_torch_dist import convert_to_torch_dist
-from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from tests.peers.releases import run_writer
 
 RELEASE = Path(os.environ.get("CKPT_TOOLS_PEERS", "absent"), "megatron_core-0.16.1")
@@ -31,17 +28,15 @@ CASES = [
 @pytest.mark.peer
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-tp{case[1]}-dp{case[2]}-ep{case[3]}")
-def test_what_was_converted_there_and_back_loads_with_every_state(
+def test_another_layout_of_it_loads_with_every_state(
     case: tuple[str, int, int, int, int], tmp_path: Path
 ) -> None:
     if not RELEASE.is_dir():
         pytest.skip("megatron-core 0.16.1 is not in CKPT_TOOLS_PEERS (tests/peers/run installs it)")
     settings = dict(zip(("optimizer", "tp", "dp", "ep", "experts"), case, strict=True))
     saved = run(settings | {"load": False, "seed": 1}, tmp_path / "saved")
-    source, there, back = tmp_path / "saved" / "checkpoint", tmp_path / "there", tmp_path / "back"
-    options = ConvertOptions(target=TargetOptions(keep_states=True))
-    convert_to_fsdp_dtensor(str(source), str(there), options)
-    convert_to_torch_dist(str(there), str(back))
+    source, back = tmp_path / "saved" / "checkpoint", tmp_path / "back"
+    convert_to_torch_dist(str(source), str(back))
     loaded = run(settings | {"load": True, "seed": 2, "checkpoint": str(back)}, tmp_path / "loaded")
     assert saved and [rank.keys() for rank in saved] == [rank.keys() for rank in loaded]
     for ours, theirs in zip(loaded, saved, strict=True):

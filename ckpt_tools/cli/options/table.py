@@ -19,7 +19,7 @@ FRESH: Final = "A fresh optimizer"
 Checkpoint = Annotated[
     str, typer.Argument(help="A run's root, an iteration folder, or any torch DCP folder.")
 ]
-OutputDir = Annotated[str, typer.Argument(help="Like to like: a root for a root, else one folder.")]
+OutputDir = Annotated[str, typer.Argument(help="A run's root to make, or one folder named iter_N.")]
 
 # In the order in which help lists them.
 TABLE: dict[str, Row] = {
@@ -45,8 +45,6 @@ TABLE: dict[str, Row] = {
                       help="Expert names: one grouped module or one module each. Default: the args."),
     "weights_only": flag("--weights-only", panel=MODEL,
                          help="Leave out optimizer, scheduler and rng: a warm start."),
-    "keep_states": flag("--keep-states", panel=MODEL,
-                        help="Keep states of an optimizer that the target does not have, beside, for the way back."),
     "dtype": option(str, "--dtype", panel=MODEL,
                     help="With --weights-only: element type of the weights, e.g. bfloat16."),
     "vocab_size_padded": option(int, "--vocab-size-padded", max=v.MAX_ROWS, panel=MODEL,
@@ -157,7 +155,7 @@ FRESH_OPTIMIZER = frozenset({
 })  # fmt: skip
 FSDP_TARGET = FRESH_OPTIMIZER | frozenset({
     "swiglu", "swiglu_modules", "group_map", "strict_map", "state_prefix", "model_prefix", "rename_mtp", "dialect",
-    "layer_spec", "experts", "weights_only", "keep_states", "dtype", "vocab_size_padded", "vocab_size",
+    "layer_spec", "experts", "weights_only", "dtype", "vocab_size_padded", "vocab_size",
     "tp",
 })  # fmt: skip
 DCP_TARGET = frozenset({

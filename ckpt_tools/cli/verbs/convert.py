@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     Run: TypeAlias = Callable[[str, str, int | None, bool, Progress], ConversionReport]
 
 InputDir = Annotated[str, typer.Argument(help="A run's root or an iteration directory.")]
-OutputDir = Annotated[
-    str, typer.Argument(help="Like to like: a root for a root, else an iteration directory.")
-]
+OutputDir = Annotated[str, typer.Argument(help="A run's root to make, or one folder named iter_N.")]
 
 
 # What has a meaning for one direction only; a flag without effect is refused.

@@ -45,7 +45,6 @@ def register(app: typer.Typer) -> None:
                 "experts",
                 "swiglu",
                 "weights_only",
-                "keep_states",
                 "ignore_keys",
                 "as_json",
             },

@@ -20,12 +20,11 @@ from ckpt_tools.megatron.fsdp_dtensor.entries import rng_ranks
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.fsdp_dtensor.tensors import state_prefix
 from ckpt_tools.megatron.fsdp_dtensor.write import build_fsdp_target
-from ckpt_tools.megatron.keys import COMMON_OBJECT, KEPT, KEPT_OPTIMIZER, MODEL_PREFIX
+from ckpt_tools.megatron.keys import COMMON_OBJECT, KEPT, MODEL_PREFIX
 from ckpt_tools.megatron.names import DIALECTS
 from ckpt_tools.megatron.run_state.record import read_record, stored_tp
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
-from ckpt_tools.model.catalog import ObjectEntry
 from ckpt_tools.model.choices import DiffBy
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import WEIGHT
@@ -363,12 +362,7 @@ def _as_converted(
 ) -> tuple[Side, list[str]]:
     """The conversion of a `torch_dist` checkpoint or plain state dict, under the names that fit `other` best."""
     model = read_model(opened, Wanted(unknown_keys=True, workers=workers))
-    if other is None:
-        options = replace(target, keep_states=not target.weights_only)
-    else:
-        options = _fitted(target, model, other)
-        if not any(key.startswith(KEPT) for key in other.objects):
-            model = replace(model, extra_states={})
+    options = target if other is None else _fitted(target, model, other)
     side = _converted(opened, model, options)
     if other is None or target.dialect is not None:
         return side, []
@@ -399,7 +393,6 @@ def _fitted(target: TargetOptions, model: Model, other: Side) -> TargetOptions:
     if target.tp is None:
         tp = stored_tp(read_record(other.files), rng_ranks(other.catalog), {})
         told["tp"] = None if tp is None else tp.ranks
-    told["keep_states"] = KEPT_OPTIMIZER in other.objects
     if not any(key.startswith(_OF_A_RUN) for key in (*other.tensors, *other.objects)):
         told["weights_only"] = True
     return replace(target, **told)  # type: ignore[arg-type]  # each value has its field's type
@@ -411,12 +404,10 @@ _FUSED_NORMS = (".linear_qkv.layer_norm_weight", ".linear_fc1.layer_norm_weight"
 
 
 def _converted(opened: Opened, model: Model, options: TargetOptions) -> Side:
-    target = build_fsdp_target(model, options)
-    built, archives = target.target, target.archives
+    built = build_fsdp_target(model, options).target
     tensors: dict[str, TargetTensor | InlineTensor] = {t.key: t for t in built.tensors}
     tensors |= {t.key: t for t in built.inline}
     objects = {o.key: o.value for o in built.objects}
-    objects |= {key: ObjectEntry(key, item) for key, item in archives.items()}
     return Side(opened.files, model.catalog, tensors, objects, opened.trust_pickle, model.settings.fp8_recipe)
 
 

@@ -84,7 +84,6 @@ def _refuse_halves(target: TargetOptions) -> None:
     plain = TargetOptions()
     asked = {
         "swiglu": target.swiglu is not None or target.swiglu_modules != (),
-        "keep_states": target.keep_states,
         "rename_mtp": target.rename_mtp,
         "prefixes": (target.model_prefix, target.state_prefix) != (plain.model_prefix, plain.state_prefix),
     }

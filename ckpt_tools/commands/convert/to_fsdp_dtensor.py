@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal
@@ -29,7 +29,6 @@ from ckpt_tools.commands.job.target_job import TargetJob, need_tp, said_tp, size
 from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.locate.detect import Location
 from ckpt_tools.formats.storage.files import AnyPath, Files, path_text
-from ckpt_tools.formats.torch_archive.item_reader import read_archive
 from ckpt_tools.megatron.dcp.write import build_dcp_target
 from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh, with_fresh_optimizer
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter
@@ -40,11 +39,10 @@ from ckpt_tools.megatron.run_state.parallel_sizes import refuse_tensor_parallel
 from ckpt_tools.megatron.run_state.record import TargetRecord
 from ckpt_tools.megatron.vocab import VocabChange
 from ckpt_tools.model.box import Box
-from ckpt_tools.model.catalog import Item
 from ckpt_tools.model.deferred import Chosen
 from ckpt_tools.model.model import Model, without_optimizer
 from ckpt_tools.model.roles import MASTER, WEIGHT
-from ckpt_tools.model.target import TargetObject, TargetTensor
+from ckpt_tools.model.target import TargetTensor
 
 if TYPE_CHECKING:
     from ckpt_tools.megatron.torch_dist.read import Extent
@@ -187,7 +185,7 @@ def prepare_model(
         must_be_zero=tuple(_cut_rows(built.vocab)),
         without_masters=without_masters if asked.weights_only else None,
         model=lambda: target_model(built, model.common),
-        archives=partial(_archives, built.target.objects, built.archives, files),
+        archives=partial(object_archives, built.target.objects),
     )
 
 
@@ -207,15 +205,6 @@ def planned(opened: Opened, prepared: Conversion, options: ConvertOptions, layou
         model=None,  # it is large, and not asked again
         archives=None,
     )
-
-
-def _archives(
-    objects: Iterable[TargetObject], stored: Mapping[str, Item], files: Files
-) -> Iterator[tuple[str, bytes]]:
-    """(key, archive) of every object; what is kept of the source goes along as it is stored."""
-    yield from object_archives(o for o in objects if o.key not in stored)
-    for key, item in stored.items():
-        yield key, read_archive(files, item)
 
 
 def _bridge_files(built: FsdpTarget, model: Model, files: Files, begins: bool) -> dict[str, bytes]:

@@ -28,7 +28,6 @@ class Part:
     inline: tuple[InlineTensor, ...] = ()
     objects: Sequence[TargetObject] = ()
     dropped: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
     backfilled: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     memberships: Mapping[str, Membership] = field(default_factory=dict)

@@ -24,8 +24,6 @@ from ckpt_tools.megatron.keys import (
     BUFFERS,
     COMMON_ITEMS,
     HALVES,
-    KEPT,
-    KEPT_OPTIMIZER,
     NESTED_STATES,
     STEP,
     canonical_kind,
@@ -88,8 +86,6 @@ class FsdpSource:
     ignored: tuple[str, ...] = ()  # as `dropped`, by the user's wish
     notes: tuple[str, ...] = ()
     record: TargetRecord | None = None  # of the job that it was converted for
-    own_optimizer: Any = None  # of another optimizer than Adam, kept beside: see `kept`
-    extra_states: Mapping[str, Item] = field(default_factory=dict)  # kept beside, by their keys in torch_dist
 
     @property
     def tp(self) -> Size | None:
@@ -109,7 +105,7 @@ class FsdpSource:
 
     @cached_property
     def has_optimizer(self) -> bool:
-        return bool(self.groups) or self.own_optimizer is not None or self._has_states
+        return bool(self.groups) or self._has_states
 
     @cached_property
     def _has_states(self) -> bool:
@@ -169,23 +165,7 @@ def read_fsdp_source(
         ignored=left_out,
         notes=notes,
         record=read_record(files),
-        own_optimizer=_own_optimizer(catalog, values, weights_only),
-        extra_states={} if weights_only else _extra_states(catalog),
     )
-
-
-def _own_optimizer(catalog: Catalog, values: SmallValues, weights_only: bool) -> Any:
-    entry = None if weights_only else catalog.objects.get(KEPT_OPTIMIZER)
-    return None if entry is None else values.load(entry.item)
-
-
-def _extra_states(catalog: Catalog) -> dict[str, Item]:
-    """The extra states of the `torch_dist` source that are kept, by their keys there."""
-    return {
-        key.removeprefix(KEPT): entry.item
-        for key, entry in catalog.objects.items()
-        if key.startswith(KEPT) and "._extra_state/" in key
-    }
 
 
 def rng_ranks_in(tree: Mapping[str, Any]) -> dict[tuple[int, int], object]:
@@ -244,7 +224,7 @@ def _sort_keys(
     for key, entry in catalog.tensors.items():
         if name := model_name(key):
             weights[name] = entry
-        elif state := fsdp_state(key.removeprefix(KEPT)):
+        elif state := fsdp_state(key):
             states.setdefault(state.name, {})[state.kind] = entry
         elif key.startswith(NESTED_STATES):
             nested[nested_path(catalog, key)] = values.tensor(entry)
@@ -256,7 +236,7 @@ def _sort_keys(
             groups.setdefault(of_group.name, {})[of_group.field] = value
         elif key.startswith(NESTED_STATES):
             nested[nested_path(catalog, key)] = values.load(stored.item)
-        elif key not in COMMON_ITEMS and not key.startswith(KEPT):
+        elif key not in COMMON_ITEMS:
             rest.append(key)
     return weights, states, groups, nested, tuple(_dropped(rest, weights_only))
 

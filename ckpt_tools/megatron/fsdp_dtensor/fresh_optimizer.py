@@ -104,8 +104,6 @@ def check_fresh(options: TargetOptions) -> None:
         raise UsageError(
             "--fresh-optimizer goes with --weights-only: else the source's own optimizer is converted"
         )
-    if options.keep_states:
-        raise UsageError("--keep-states contradicts --fresh-optimizer, which leaves every stored state out")
     if options.dtype is not None:
         raise UsageError(
             f"--dtype {options.dtype}: fp32 masters stand in the place of weights where there is an optimizer"

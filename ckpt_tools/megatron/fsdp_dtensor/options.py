@@ -23,7 +23,6 @@ class TargetOptions:
     vocab_size: int | None = None  # real tokens; the rest is padding
     tp: int | None = None  # tensor-parallel size of the job that will load the result
     weights_only: bool = False
-    keep_states: bool = False  # of optimizers Megatron-FSDP does not have, under keys that nobody asks for
     dtype: str | None = None  # of the weights, with weights_only
     group_map: Mapping[str, int] | None = None
     strict_map: bool = False

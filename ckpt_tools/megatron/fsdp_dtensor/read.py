@@ -12,7 +12,6 @@ from ckpt_tools.megatron.fsdp_dtensor.tensors import TORCH_ADAM_FIELDS
 from ckpt_tools.megatron.keys import BUFFERS, split_expert, split_projection
 from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, stored_name
 from ckpt_tools.megatron.run_state.settings import read_settings, training_dtype
-from ckpt_tools.megatron.run_state.stored_values import optimizer_groups
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states
 from ckpt_tools.model.catalog import Value
 from ckpt_tools.model.choices import LayerSpec
@@ -46,8 +45,7 @@ def fsdp_model(
     if with_optimizer:
         held = {kind for tensor in source.tensors for kind in tensor.states}
         refuse_missing_states(held, expected_states(source.common, list(source.groups.values())))
-        own = source.own_optimizer
-        groups, group_of = _groups(source) if own is None else (optimizer_groups(own), {})
+        groups, group_of = _groups(source)
     return Model(
         catalog=source.catalog,
         parameters=tuple(_parameter(p, source, group_of, with_optimizer) for p in stored),
@@ -61,8 +59,6 @@ def fsdp_model(
         dropped=source.dropped,
         notes=source.notes,
         record=source.record,
-        own_optimizer=source.own_optimizer if with_optimizer else None,
-        extra_states={} if weights_only else source.extra_states,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from ckpt_tools.errors import MappingError, UsageError, list_problems
 from ckpt_tools.megatron.fsdp_dtensor.common_part import (
@@ -13,7 +13,7 @@ from ckpt_tools.megatron.fsdp_dtensor.common_part import (
     renamed,
 )
 from ckpt_tools.megatron.fsdp_dtensor.gating import GatingChoice, mark_gated
-from ckpt_tools.megatron.fsdp_dtensor.kept import extra_states, other_states
+from ckpt_tools.megatron.fsdp_dtensor.kept import other_states
 from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, live_parameters
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.fsdp_dtensor.tensors import (
@@ -42,7 +42,6 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_s
 from ckpt_tools.megatron.torch_dist.other_optimizers import mixes_lion_and_adam
 from ckpt_tools.megatron.torch_dist.slices import layer_counts
 from ckpt_tools.megatron.vocab import VocabChange, Vocabulary, resize_vocab, told_tokens, vocabulary
-from ckpt_tools.model.catalog import Item
 from ckpt_tools.model.deferred import Deferred
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.model import Model, unread_note
@@ -62,7 +61,6 @@ class FsdpTarget:
     vocab: VocabChange
     vocabulary: Vocabulary | None
     tokens: int | None  # of the vocabulary, where it is known
-    archives: Mapping[str, Item] = field(default_factory=dict)  # by key, of objects carried byte for byte
 
     @property
     def packed(self) -> tuple[str, ...]:
@@ -84,14 +82,12 @@ def build_fsdp_target(model: Model, options: TargetOptions) -> FsdpTarget:
     weights = deferred_models(parameters, prefixes.model, options.dtype)
     optimizer = optimizer_part(model, options, parameters, prefixes)
     common = common_part(model, options, dialect, tp)
-    extra = extra_states(model, keep=not options.weights_only)
     tensors = Deferred(weights, optimizer.tensors)
     target = Target(
         tensors=tensors,
         inline=(*optimizer.inline, *common.inline),
-        objects=Deferred(optimizer.objects, common.objects, extra.objects),
-        dropped=(*extra.dropped, *optimizer.dropped, *common.dropped),
-        kept=(*optimizer.kept, *extra.kept),
+        objects=Deferred(optimizer.objects, common.objects),
+        dropped=(*model.dropped, *optimizer.dropped, *common.dropped),
         renamed=renamed(parameters),
         backfilled=optimizer.backfilled,
         notes=(*unread_note(model), *model.notes, *notes, *vocab.notes, *optimizer.notes, *common.notes),
@@ -104,7 +100,6 @@ def build_fsdp_target(model: Model, options: TargetOptions) -> FsdpTarget:
         style,
         vocab,
         *known_vocabulary(model, options, parameters),
-        extra.archives,
     )
 
 
@@ -141,14 +136,8 @@ def optimizer_part(
     if trainable is None:
         return Part()
     if model.own_optimizer is not None:
-        found = other_states(model, trainable, prefixes, options.keep_states)
-        return Part(
-            tensors=found.tensors,
-            objects=found.objects,
-            dropped=found.dropped,
-            kept=found.kept,
-            notes=found.notes,
-        )
+        dropped, reasons = other_states(model, trainable)
+        return Part(dropped=dropped, notes=reasons)
     notes: list[str] = []
     if MASTER not in model.roles and any(p.dtype != "float32" for p in model.parameters):
         notes.append("the optimizer holds no fp32 masters: weights are written as rounded as they are stored")
@@ -179,8 +168,6 @@ def check_options(options: TargetOptions) -> None:
         raise UsageError(
             "--dtype goes with --weights-only: a job that resumes needs its fp32 masters as they are"
         )
-    if options.keep_states and options.weights_only:
-        raise UsageError("--keep-states contradicts --weights-only, which leaves every state out")
     if options.dtype is not None and options.dtype not in CASTABLE:
         raise UsageError(f"--dtype {options.dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
     if options.tp is not None and options.tp < 1:
