@@ -73,9 +73,9 @@ def test_files_that_appear_in_the_output_meanwhile_are_kept(tmp_path, monkeypatc
     assert convert(LLAMA / ITERATION, tmp_path / ITERATION) == 7
     assert f"{tmp_path}/{ITERATION}" in capsys.readouterr().err
     assert os.listdir(tmp_path / ITERATION) == ["precious"]
-    (tmp_path / "out" / "precious").unlink()
+    (tmp_path / ITERATION / "precious").unlink()
     monkeypatch.undo()
-    assert convert(LLAMA / ITERATION, tmp_path / "out", "--resume") == 0
+    assert convert(LLAMA / ITERATION, tmp_path / ITERATION, "--resume") == 0
     assert sorted(os.listdir(tmp_path)) == ["out"]
 
 
