@@ -76,7 +76,7 @@ def test_files_that_appear_in_the_output_meanwhile_are_kept(tmp_path, monkeypatc
     (tmp_path / ITERATION / "precious").unlink()
     monkeypatch.undo()
     assert convert(LLAMA / ITERATION, tmp_path / ITERATION, "--resume") == 0
-    assert sorted(os.listdir(tmp_path)) == ["out"]
+    assert sorted(os.listdir(tmp_path)) == [ITERATION]
 
 
 @pytest.mark.parametrize(
