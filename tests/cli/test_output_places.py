@@ -39,12 +39,12 @@ def test_what_stands_in_the_way_is_refused_and_left_alone(tmp_path, capsys, sour
 
 
 def test_a_mount_point_is_refused_before_the_work(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "disk")
-    (tmp_path / "disk").mkdir()
-    assert convert(LLAMA / ITERATION, tmp_path / "disk") == 2
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / ITERATION)
+    (tmp_path / ITERATION).mkdir()
+    assert convert(LLAMA / ITERATION, tmp_path / ITERATION) == 2
     assert "mount point" in capsys.readouterr().err
-    assert tree(tmp_path) == ["disk"]
-    assert convert(LLAMA, tmp_path / "disk") == 0  # the iteration lies inside it
+    assert tree(tmp_path) == [ITERATION]
+    assert convert(LLAMA, tmp_path / ITERATION) == 0  # the iteration lies inside it
 
 
 @pytest.mark.parametrize("output", [".", "../here", "../here/", "../here/.", "deeper/.."])
@@ -57,7 +57,7 @@ def test_spellings_of_the_current_directory(tmp_path, monkeypatch, output):
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     assert convert(LLAMA / ITERATION, ".") == 0
-    assert sorted(os.listdir(tmp_path / "empty")) == [".metadata", "__0_0.distcp", "ckpt_tools.json"]
+    assert sorted(os.listdir(tmp_path / "empty")) == [ITERATION, "latest_checkpointed_iteration.txt"]
     assert sorted(os.listdir(tmp_path)) == ["empty", "here"]
 
 
@@ -70,13 +70,13 @@ def test_files_that_appear_in_the_output_meanwhile_are_kept(tmp_path, monkeypatc
         (staging.final / "precious").write_text("precious")
 
     monkeypatch.setattr(Staging, "create_files", and_then_another_program)
-    assert convert(LLAMA / ITERATION, tmp_path / "out") == 7
-    assert f"{tmp_path}/out" in capsys.readouterr().err
-    assert os.listdir(tmp_path / "out") == ["precious"]
-    (tmp_path / "out" / "precious").unlink()
+    assert convert(LLAMA / ITERATION, tmp_path / ITERATION) == 7
+    assert f"{tmp_path}/{ITERATION}" in capsys.readouterr().err
+    assert os.listdir(tmp_path / ITERATION) == ["precious"]
+    (tmp_path / ITERATION / "precious").unlink()
     monkeypatch.undo()
-    assert convert(LLAMA / ITERATION, tmp_path / "out", "--resume") == 0
-    assert sorted(os.listdir(tmp_path)) == ["out"]
+    assert convert(LLAMA / ITERATION, tmp_path / ITERATION, "--resume") == 0
+    assert sorted(os.listdir(tmp_path)) == [ITERATION]
 
 
 @pytest.mark.parametrize(

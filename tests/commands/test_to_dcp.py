@@ -362,7 +362,7 @@ def test_print_tensor_shows_what_is_stored_under_a_key(sharded, capsys, name, ro
     assert "no tensor or object is stored under 'layers.1.up.weigh'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [[], ["--weights-only"]])
+@pytest.mark.parametrize("words", [["--weights-only"]])
 def test_a_state_dict_is_known_again_beside_weights_for_version_2(tmp_path, words):
     """Both have `model.<name>` beside a record: it says which of them is whose."""
     source = next(fixture_dir("core019_gpt3_tp2_fully_reshardable").glob("iter_*"))

@@ -84,7 +84,9 @@ def assert_same_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 def test_torch_dist_to_fsdp_dtensor_and_back(case, tmp_path):
-    source, there, back, again = source_of(case), *(tmp_path / n for n in ("there", "back", "again"))
+    source = source_of(case)
+    folder = f"iter_{common_state(source).get('iteration', 2):07d}"
+    there, back, again = (tmp_path / name / folder for name in ("there", "back", "again"))
     converted(case, there)
     dtype = None if common_state(source).get("args") else "bfloat16"
     convert_to_torch_dist(str(there), str(back), ToTorchDistOptions(TorchDistOptions(dtype=dtype)))
