@@ -104,6 +104,7 @@ training=(
     --load "$load" --save "$SAVE" --save-interval 200
     --exit-duration-in-mins "$MINUTES" # save and leave before Slurm ends the job; the next job goes on
     --distributed-timeout-minutes 60 --log-interval 1
+    --eval-iters 0 --eval-interval 1000 # the interval has no default in Megatron main
 )
 [[ ${WEIGHTS_ONLY:-0} == 0 || $first_start == 0 ]] || training+=(--no-load-optim --no-load-rng --finetune)
 if [[ -n ${DATA_PATH:-} ]]; then

@@ -107,7 +107,7 @@ def test_one_checkpoint_is_replaced_and_nothing_else(name, store, places, memory
 
 @pytest.mark.parametrize("store", [False, True], ids=["disk", "store"])
 def test_what_appears_at_the_output_meanwhile_stays(store, tmp_path, memory, monkeypatch, capsys):
-    out = Output("memory://over/out" if store else str(tmp_path / "out"), memory)
+    out = Output("memory://over/iter_0000002" if store else str(tmp_path / "iter_0000002"), memory)
     words = ["copy", str(RUN / "iter_0000002"), out.location, "--overwrite"]
     assert run(words) == 0
     prove = _Run._prove
@@ -133,8 +133,8 @@ def _view(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "convert RUN/iter_0000002 OTHER",
-        "convert RUN/iter_0000002 .",
+        "convert bare OTHER",
+        "convert bare .",
         "copy RUN/iter_0000002 RUN/iter_0000002",
         "copy RUN/iter_0000002 link",
         "copy link RUN/iter_0000002",
@@ -145,7 +145,7 @@ def _view(tmp_path: Path) -> None:
         "strip RUN linked",
         "export-hf RUN HF --hf-config HF",
         "export-hf RUN tokenizer",
-        "convert RUN/iter_0000002 files",
+        "convert bare files",
         "average RUN OTHER RUN",
     ],
 )
@@ -153,6 +153,7 @@ def test_no_source_and_nothing_foreign_is_replaced(words, places, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     shutil.copytree(RUN, "OTHER")
     shutil.copytree("OTHER/iter_0000002", "OTHER/iter_0000001")
+    shutil.copytree("OTHER/iter_0000002", "bare")  # no run's iteration: the output is one folder
     Path("link").symlink_to("RUN/iter_0000002")
     Path("linked").symlink_to("RUN")
     _view(tmp_path)
@@ -167,7 +168,7 @@ def test_no_source_and_nothing_foreign_is_replaced(words, places, tmp_path, monk
 
 @pytest.mark.parametrize("kind", ["fifo", "socket", "dangling", "folder", "linked folder"])
 def test_what_is_not_a_file_is_never_replaced(kind, places, tmp_path, capsys):
-    out = Path(shutil.copytree(RUN / "iter_0000002", tmp_path / "out"))
+    out = Path(shutil.copytree(RUN / "iter_0000002", tmp_path / "iter_0000002"))
     odd = out / "model.distcp"
     match kind:
         case "fifo":

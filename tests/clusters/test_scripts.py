@@ -184,7 +184,7 @@ def test_training_flags_at_a_small_size_are_ready(slurm: Slurm, tmp_path: Path) 
 
     def checked(**settings: str) -> Report:
         settings = {"EP": "2", "SEQ_LEN": "32", "EXTRA_ARGS": _SMALL} | settings
-        calls = slurm.run(TRAIN, CHECKPOINT="/ckpt", SAVE="/save", MEGATRON="/m", **settings)[2]
+        calls = slurm.run(TRAIN, CHECKPOINT=str(tmp_path / "out"), SAVE="/save", MEGATRON="/m", **settings)[2]
         return preflight(str(tmp_path / "out"), calls[0].partition(" -- ")[2].split()).report
 
     report = checked()
@@ -210,7 +210,7 @@ def test_training_flags_break_no_rule_of_preflight(slurm: Slurm) -> None:
     checkpoint = str(fixture_dir("core019_llama_tp2_native_fsdp_dtensor"))
 
     def broken(**settings: str) -> set[str]:
-        calls = slurm.run(TRAIN, CHECKPOINT="/ckpt", SAVE="/save", MEGATRON="/m", **settings)[2]
+        calls = slurm.run(TRAIN, CHECKPOINT=checkpoint, SAVE="/save", MEGATRON="/m", **settings)[2]
         report = preflight(checkpoint, calls[0].partition(" -- ")[2].split()).report
         return {finding.check for finding in report.findings}
 

@@ -297,7 +297,7 @@ def test_embeddings_with_a_rate_of_their_own_keep_it(tmp_path: Path) -> None:
         (["strip", RUN, "--fresh-optimizer"], "a 3D-parallel job starts from weights alone"),
         (["strip", NATIVE, "--fresh-optimizer", "--dtype", "bfloat16"], "--dtype bfloat16: fp32 masters"),
         (["strip", NATIVE, "--lr", "0.1"], "--lr: settings of an optimizer that begins"),
-        (["import-hf", NATIVE, "--fresh-optimizer"], "a 3D-parallel job starts from weights alone"),
+        (["import-hf", NATIVE, "--fresh-optimizer"], "need --to fsdp_dtensor: a 3D-parallel job"),
     ],
 )  # fmt: skip
 def test_what_goes_with_it(

@@ -246,7 +246,8 @@ def _refuse_unannounced(catalog: Catalog) -> None:
         raise MappingError(
             f"{len(found)} tensors are codes or scales of a quantized model, but config.json has no "
             f"{SETTINGS}, which says how to read them. Take the config.json that was published with the weights:\n"
-            + list_problems(found[:4])
+            + list_problems(found[:4]),
+            found,
         )
 
 
