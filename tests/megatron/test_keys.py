@@ -226,7 +226,7 @@ def test_buffers_keep_their_type_whatever_the_model_is_cast_to(leaf: str) -> Non
     """A loader makes them in fp32; of two lists of buffers one did not have the tokens of an expert."""
     name = f"decoder.layers.0.mlp.{leaf}"
     stored = Parameter(name, (4,), "float32", {"weight": Value("float32", (4,), (Source(name),))})
-    live = LiveParameter(name, name, (4,), (Rows(stored, 0, 4, 0),))
+    live = LiveParameter(name, name, (4,), (Rows(stored, 0, 4),))
     (tensor,) = model_tensors(live, keys.MODEL_PREFIX, "bfloat16")
     assert tensor.dtype == ("float32" if leaf.endswith(keys.BUFFERS) else "bfloat16")
     assert leaf.endswith(keys.BUFFERS) is (leaf != "router.weight")

@@ -21,7 +21,7 @@ EXPERT = {"wd_mult": 1.0, "is_expert_parallel": True, "lr": 0.1}
 
 def parameter(name, *shape, expert=None):
     stored = Parameter(name, shape, "bfloat16", {}, expert)
-    return LiveParameter(name, name, shape, (Rows(stored, 0, shape[0], 0),))
+    return LiveParameter(name, name, shape, (Rows(stored, 0, shape[0]),))
 
 
 PARAMETERS = [

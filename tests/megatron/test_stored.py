@@ -12,7 +12,7 @@ from ckpt_tools.megatron.fsdp_dtensor.live import live_parameters
 from ckpt_tools.megatron.fsdp_dtensor.stored import stored_parameters
 from ckpt_tools.megatron.names import DIALECTS, ModelStyle
 from ckpt_tools.megatron.torch_dist.slices import slices_of
-from ckpt_tools.model.catalog import TensorEntry
+from ckpt_tools.model.catalog import TensorEntry, Value
 from ckpt_tools.model.roles import WEIGHT
 from ckpt_tools.model.views import Source
 
@@ -96,7 +96,7 @@ def parameters_of(shapes):
 
 
 def as_tensors(live):
-    return [FsdpTensor(p.name, p.shape, {WEIGHT: "float32"}, {WEIGHT: (Source(p.name),)}) for p in live]
+    return [FsdpTensor(p.name, p.shape, {WEIGHT: Value("float32", p.shape, (Source(p.name),))}) for p in live]
 
 
 @given(
@@ -125,8 +125,10 @@ def test_stored_parameters_undo_live_ones(layer, dialect, local, grouped, fused_
         (r.parameter.name, r.parameter.expert): [] for p in live for r in p.rows
     }
     for p in live:
+        at = 0
         for r in p.rows:
-            rows[r.parameter.name, r.parameter.expert].append((r.start, (r.at, r.count)))
+            rows[r.parameter.name, r.parameter.expert].append((r.start, (at, r.count)))
+            at += r.count
     for stored_one in back:
         whole = ((0, stored_one.shape[0]),)
         found = tuple(cut for _, cut in sorted(rows[stored_one.name, stored_one.expert]))
@@ -134,7 +136,7 @@ def test_stored_parameters_undo_live_ones(layer, dialect, local, grouped, fused_
 
 
 def back_names(shapes, tp=None, local=None):
-    tensors = [FsdpTensor(n, s, {WEIGHT: "float32"}, {WEIGHT: (Source(n),)}) for n, s in shapes.items()]
+    tensors = [FsdpTensor(n, s, {WEIGHT: Value("float32", s, (Source(n),))}) for n, s in shapes.items()]
     return [p.name for p in stored_parameters(tensors, tp, local)]
 
 
@@ -214,7 +216,7 @@ def test_a_fused_mla_projection_has_rows_for_queries_and_keys(rows, message):
         with pytest.raises(MappingError, match=message):
             back_names(shapes)
         return
-    tensors = [FsdpTensor(n, s, {WEIGHT: "float32"}, {WEIGHT: (Source(n),)}) for n, s in shapes.items()]
+    tensors = [FsdpTensor(n, s, {WEIGHT: Value("float32", s, (Source(n),))}) for n, s in shapes.items()]
     assert {p.name: (p.shape, p.cuts) for p in stored_parameters(tensors, None, None)[:2]} == {
         f"{at}linear_q_down_proj.weight": ((6, 4), ((0, 6),)),
         f"{at}linear_kv_down_proj.weight": ((3, 4), ((6, 3),)),

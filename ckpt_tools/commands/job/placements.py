@@ -213,12 +213,12 @@ def source_model(source: FsdpSource, style: ModelStyle) -> LiveModel:
     for t in source.tensors:
         buffer = t.name.endswith(BUFFERS)
         trainable = not buffer and (bool(t.states) or not source.has_optimizer)
-        stored = t.dtypes[WEIGHT]
+        stored = t.values[WEIGHT].dtype
         live = LiveTensor(
             t.name,
             t.shape,
             FP8 if is_held_in_fp8(t.name, source.common) else trained or stored if trainable else stored,
-            gated=len(t.sources[WEIGHT]) == 2,
+            gated=len(t.values[WEIGHT].sources) == 2,
             buffer=buffer,
             trainable=trainable,
         )

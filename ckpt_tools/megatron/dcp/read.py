@@ -46,7 +46,6 @@ from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.choices import LayerSpec
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER, WEIGHT
-from ckpt_tools.model.views import Source
 
 Rounds: TypeAlias = Callable[[Catalog, str, str], bool]
 """Whether all of the master with the second key rounds to the weight with the first."""
@@ -311,8 +310,7 @@ def _tensor(
     return FsdpTensor(
         _unwrapped(name),
         weight.shape,
-        {kind: entry.dtype for kind, entry in kept.items()},
-        {kind: (Source(entry.key),) for kind, entry in kept.items()},
+        {kind: entry.value for kind, entry in kept.items()},
         step,
     )
 

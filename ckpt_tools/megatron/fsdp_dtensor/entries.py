@@ -38,9 +38,8 @@ from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.megatron.run_state.record import Size, TargetRecord, read_record, stored_tp
 from ckpt_tools.megatron.run_state.stored_values import checked_field, fields_at, rng_at
 from ckpt_tools.model.box import full_box
-from ckpt_tools.model.catalog import Catalog, Item, TensorEntry
+from ckpt_tools.model.catalog import Catalog, Item, TensorEntry, Value, concat
 from ckpt_tools.model.roles import MASTER, WEIGHT
-from ckpt_tools.model.views import Place, Source
 
 # What native checkpoints do not hold and no loader asks for.
 _DROPPED = (
@@ -55,20 +54,19 @@ _DROPPED = (
 class FsdpTensor:
     """One parameter or buffer of the running model; `shape` is global and unsplit, in elements.
 
-    `sources[kind]` tile that shape with the kind's stored tensors; kinds are `WEIGHT` and the optimizer's own
-    (exp_avg, ...). `step` is torch Adam's, which stands beside the states; a fused Adam keeps it in the group.
+    Kinds of `values` are `WEIGHT` and the optimizer's own (exp_avg, ...). `step` is torch Adam's, which stands beside
+    the states; a fused Adam keeps it in the group.
     """
 
     name: str
     shape: tuple[int, ...]
-    dtypes: Mapping[str, str]
-    sources: Mapping[str, tuple[Source, ...]]
+    values: Mapping[str, Value]
     step: float | None = None
 
     @property
     def states(self) -> tuple[str, ...]:
         """Kinds of optimizer state that are stored."""
-        return tuple(kind for kind in self.sources if kind != WEIGHT)
+        return tuple(kind for kind in self.values if kind != WEIGHT)
 
 
 @dataclass(frozen=True)
@@ -113,14 +111,14 @@ class FsdpSource:
 
     @cached_property
     def _all_fp32(self) -> bool:
-        return all(t.dtypes[WEIGHT] == "float32" for t in self.tensors if not t.name.endswith(BUFFERS))
+        return all(t.values[WEIGHT].dtype == "float32" for t in self.tensors if not t.name.endswith(BUFFERS))
 
     def is_master(self, tensor: FsdpTensor) -> bool:
         """Whether a tensor's value is the fp32 master of a parameter, which the model holds in its own type.
 
         Without states the values are masters when all are fp32; a model of several types keeps them.
         """
-        if MASTER in tensor.sources:
+        if MASTER in tensor.values:
             return False
         if self._has_states or self.groups:
             return bool(tensor.states)
@@ -332,28 +330,17 @@ def _mismatches(
 def _tensor(
     whole: str, parts: list[str], weights: Mapping[str, TensorEntry], states: _States, values: SmallValues
 ) -> FsdpTensor:
-    shape = weights[parts[0]].shape
-    if len(parts) == 2:
-        shape = (2 * shape[0], *shape[1:])
     found = [{WEIGHT: weights[part]} | states.get(part, {}) for part in parts]
     steps = {step_number(values.tensor(kinds.pop(STEP))) for kinds in found if STEP in kinds}
     if len(steps) > 1:
         raise MappingError(f"{whole}: its halves have different steps {sorted(steps)}")
-    return FsdpTensor(
-        name=whole,
-        shape=shape,
-        dtypes={kind: entry.dtype for kind, entry in found[0].items()},
-        sources={kind: _sources([kinds[kind] for kinds in found], shape) for kind in found[0]},
-        step=steps.pop() if steps else None,
-    )
+    joined = {kind: _joined(whole, [kinds[kind] for kinds in found]) for kind in found[0]}
+    return FsdpTensor(whole, joined[WEIGHT].shape, joined, steps.pop() if steps else None)
 
 
-def _sources(entries: list[TensorEntry], shape: tuple[int, ...]) -> tuple[Source, ...]:
-    if len(entries) == 1:
-        return (Source(entries[0].key),)
-    rest = (0,) * (len(shape) - 1)
-    count = shape[0] // 2
-    return tuple(Source(e.key, (Place((i * count, *rest), shape),)) for i, e in enumerate(entries))
+def _joined(name: str, entries: list[TensorEntry]) -> Value:
+    parts = [entry.value for entry in entries]
+    return parts[0] if len(parts) == 1 else concat(name, parts)
 
 
 def step_number(tensor: StoredTensor) -> float:

@@ -29,12 +29,11 @@ from ckpt_tools.model.model import Parameter
 
 
 class Rows(NamedTuple):
-    """Rows `[start, start + count)` of a stored parameter, standing from row `at` of the live one."""
+    """Rows `[start, start + count)` of a stored parameter; the live one has them behind the rows before."""
 
     parameter: Parameter
     start: int
     count: int  # type: ignore[assignment]  # hides tuple.count, which no one needs of rows
-    at: int
 
 
 @many(frozen=True, slots=True)
@@ -48,19 +47,9 @@ class LiveParameter:
     gated: bool = False  # written as two halves `_w` and `_v`
 
     @property
-    def is_whole(self) -> bool:
-        """Whether it is one stored parameter as it stands."""
-        return len(self.rows) == 1 and self.rows[0].parameter.shape == self.shape
-
-    @property
     def is_packed(self) -> bool:
         """Whether its rows are grouped by tensor-parallel rank, so that no job of another size can use it."""
         return len(self.rows) > 1 and split_projection(self.rows[0].parameter.name) is not None
-
-    @property
-    def has_padding(self) -> bool:
-        """Whether it has rows that no stored parameter gives: they are zeros."""
-        return bool(self.shape) and sum([rows.count for rows in self.rows]) < self.shape[0]
 
     @property
     def stored(self) -> tuple[Parameter, ...]:
@@ -113,7 +102,7 @@ def _kept_apart(parts: Iterable[str], dialect: Dialect) -> bool:
 
 def _single(parameter: Parameter, name: str, group: str, dialect: Dialect) -> LiveParameter:
     count = parameter.shape[0] if parameter.shape else 1
-    return _named(name, group, dialect, parameter.shape, (Rows(parameter, 0, count, 0),))
+    return _named(name, group, dialect, parameter.shape, (Rows(parameter, 0, count),))
 
 
 def _named(
@@ -129,7 +118,7 @@ def _fused(base: str, parts: dict[str, Parameter], dialect: Dialect, tp: int) ->
     order = part_order(base, parts)
     # MLA down-projections are not split over tensor-parallel ranks, and halves of an fc1 are written apart again
     ranks = 1 if order in (MLA_DOWN, HALVES) else tp
-    rows, at = [], 0
+    rows, whole = [], 0
     for rank in range(ranks):
         for part in order:
             parameter = parts[part]
@@ -139,9 +128,9 @@ def _fused(base: str, parts: dict[str, Parameter], dialect: Dialect, tp: int) ->
                     f"{base}: part {part!r} has {parameter.shape[0]} rows, which tensor parallel size {tp} does "
                     "not divide; choose another --tp"
                 )
-            rows.append(Rows(parameter, rank * count, count, at))
-            at += count
-    shape = (at, *next(iter(parts.values())).shape[1:])
+            rows.append(Rows(parameter, rank * count, count))
+            whole += count
+    shape = (whole, *next(iter(parts.values())).shape[1:])
     return _named(base, base, dialect, shape, tuple(rows))
 
 

@@ -13,7 +13,6 @@ from ckpt_tools.megatron.keys import BUFFERS, split_expert, split_projection
 from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, stored_name
 from ckpt_tools.megatron.run_state.settings import read_settings, training_dtype
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states
-from ckpt_tools.model.catalog import Value
 from ckpt_tools.model.choices import LayerSpec
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.model import Model, Parameter
@@ -67,13 +66,13 @@ def _parameter(
 ) -> Parameter:
     """What is stored in the place of a trained weight is its fp32 master, unless that stands beside it."""
     tensor = stored.tensor
-    kept = tensor.dtypes[WEIGHT]
+    kept = tensor.values[WEIGHT].dtype
     values = {}
-    for kind in tensor.sources if with_optimizer else (k for k in (WEIGHT, MASTER) if k in tensor.sources):
+    for kind in tensor.values if with_optimizer else (k for k in (WEIGHT, MASTER) if k in tensor.values):
         role = kind
         if kind == WEIGHT:
             role = MASTER if with_optimizer and source.is_master(tensor) else WEIGHT
-        values[role] = Value(tensor.dtypes[kind], stored.shape, stored.sources(kind))
+        values[role] = stored.value(kind)
     dtype: str | None = kept
     if source.is_master(tensor) and kept in CASTABLE and not stored.name.endswith(BUFFERS):
         dtype = training_dtype(source.common) or (None if kept == "float32" else kept)

@@ -22,7 +22,7 @@ from ckpt_tools.megatron.names import (
     fuse_local_norm,
     stored_name,
 )
-from ckpt_tools.model.views import Narrow, Place, Source
+from ckpt_tools.model.catalog import Value, concat
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -41,18 +41,10 @@ class StoredParameter:
     tensor: FsdpTensor
     cuts: tuple[tuple[int, int], ...] = ()
 
-    def sources(self, kind: str) -> tuple[Source, ...]:
-        """Sources that tile this parameter with one kind of the live tensor's values."""
-        whole = self.tensor.sources[kind]
-        if not self.cuts:
-            return whole
-        rest = (0,) * (len(self.shape) - 1)
-        found, at = [], 0
-        for start, count in self.cuts:
-            steps = (Narrow(0, start, count), Place((at, *rest), self.shape))
-            found += [Source(source.key, (*source.view, *steps)) for source in whole]
-            at += count
-        return tuple(found)
+    def value(self, kind: str) -> Value:
+        """Its part of one kind of the live tensor's values."""
+        whole = self.tensor.values[kind]
+        return concat(self.name, [whole.rows(*cut) for cut in self.cuts]) if self.cuts else whole
 
 
 def stored_parameters(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ckpt_tools.errors import MappingError, list_problems
@@ -31,14 +31,13 @@ from ckpt_tools.megatron.keys import (
     state_role,
 )
 from ckpt_tools.megatron.param_groups import Group, Membership
-from ckpt_tools.model.catalog import Value
+from ckpt_tools.model.catalog import Value, concat
 from ckpt_tools.model.deferred import Deferred, Run
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.many import many
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import InlineTensor, TargetObject, TargetTensor
-from ckpt_tools.model.views import Narrow, Place, Source, View
 
 TORCH_ADAM_FIELDS = frozenset({"amsgrad", "foreach", "maximize", "capturable"})
 Item = TypeVar("Item", InlineTensor, TargetObject)
@@ -84,28 +83,15 @@ def halves(parameter: LiveParameter) -> tuple[Half, ...]:
 
 
 def live_value(parameter: LiveParameter, role: str) -> Value:
-    """The unsplit parameter as one value: its stored parts, each where the running model has it."""
-    if parameter.is_whole and not parameter.has_padding:
+    """The unsplit parameter as one value: its stored parts in order, and zeros where it has more rows than they."""
+    if not parameter.shape:
         return parameter.rows[0].parameter.values[role]
-    parts = [rows.parameter.values[role] for rows in parameter.rows]
-    dtypes = {part.dtype for part in parts}
-    if len(dtypes) > 1:
-        raise MappingError(f"{parameter.name}: its stored parts have different types {sorted(dtypes)}")
-    zeros = parameter.has_padding or any(part.zero_filled for part in parts)
-    if parameter.is_whole:
-        return parts[0] if zeros == parts[0].zero_filled else replace(parts[0], zero_filled=zeros)
-    sources: list[Source] = []
-    for rows, part in zip(parameter.rows, parts, strict=True):
-        origin = (rows.at, *(0,) * (len(parameter.shape) - 1))
-        steps: View = (Narrow(0, rows.start, rows.count), Place(origin, parameter.shape))
-        sources += [Source(s.key, (*s.view, *steps)) for s in part.sources]
-    return Value(dtypes.pop(), parameter.shape, tuple(sources), zeros)
+    parts = [rows.parameter.values[role].rows(rows.start, rows.count) for rows in parameter.rows]
+    return concat(parameter.name, parts, parameter.shape[0])
 
 
-def _cut(value: Value, half: Half, parameter: LiveParameter) -> tuple[Source, ...]:
-    if not parameter.gated:
-        return value.sources
-    return tuple(Source(s.key, (*s.view, Narrow(0, half.start, half.count))) for s in value.sources)
+def _cut(value: Value, half: Half) -> Value:
+    return value.rows(half.start, half.count) if half.suffix else value
 
 
 def running_dtype(parameter: LiveParameter) -> str | None:
@@ -176,13 +162,14 @@ def model_tensors(parameter: LiveParameter, prefix: str, dtype: str | None) -> I
     head, _, tail = prefix.partition(".")
     for half in halves(parameter):
         name = f"{parameter.name}{half.suffix}"
+        part = _cut(values, half)
         yield TargetTensor(
             key=f"{prefix}.{name}",
             dtype=dtype or values.dtype,
-            shape=(half.count, *parameter.shape[1:]) if parameter.shape else (),
-            sources=_cut(values, half, parameter),
+            shape=part.shape,
+            sources=part.sources,
             path=(head, f"{tail}.{name}" if tail else name),
-            must_round_to=_cut(proof, half, parameter) if proof else (),
+            must_round_to=_cut(proof, half).sources if proof else (),
             must_round_dtype=proof.dtype if proof else None,
             zero_filled=values.zero_filled,
             parameter=name,
@@ -199,11 +186,12 @@ def state_tensors(parameter: LiveParameter, prefixes: Prefixes) -> Iterator[Targ
             continue
         values = live_value(parameter, kind)
         for (half, name), path in zip(named, wrapped, strict=True):
+            part = _cut(values, half)
             yield TargetTensor(
                 key=f"{prefixes.state}.{name}.{kind}",
                 dtype=values.dtype,
-                shape=(half.count, *parameter.shape[1:]) if parameter.shape else (),
-                sources=_cut(values, half, parameter),
+                shape=part.shape,
+                sources=part.sources,
                 path=("optimizer", "state", path, kind),
                 zero_filled=values.zero_filled,
                 parameter=name,

@@ -15,9 +15,8 @@ from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.keys import HALVES, is_of_transformers, layer_of, split_half, stacked_layers
 from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.megatron.torch_dist.slices import missing_layers
-from ckpt_tools.model.catalog import Value
+from ckpt_tools.model.catalog import Value, concat, stack
 from ckpt_tools.model.model import Parameter
-from ckpt_tools.model.views import Insert, Place, Source, View
 
 # Settings under which a transformer block names its layers one by one.
 _FREQUENCIES = ("moe_layer_freq", "linear_attention_freq")
@@ -48,30 +47,13 @@ class Stack:
         return tuple(self.members.values())
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Global shape, leading axes included, in elements."""
-        return (*self.lead, *self.parameters[0].shape)
-
-    @property
     def weight(self) -> Value:
         """Its parameters' weights as one tensor."""
-        return self._joined({index: p.weight for index, p in self.members.items()})
+        return stack(self.key, {index: p.weight for index, p in self.members.items()}, self.lead)
 
     def state(self, role: str) -> Value:
-        """One optimizer state, which all its parameters have, as one tensor; raises as `weight`."""
-        return self._joined({index: p.values[role] for index, p in self.members.items()})
-
-    def _joined(self, values: Mapping[tuple[int, ...], Value]) -> Value:
-        dtypes = sorted({value.dtype for value in values.values()})
-        if len(dtypes) > 1:
-            raise MappingError(f"{self.key}: its layers or experts have different types {dtypes}")
-        found = []
-        for index, value in values.items():
-            place = Place((*index, *(0,) * len(value.shape)), self.shape)
-            steps: View = (*(Insert(0) for _ in index), place) if index else ()
-            found += [Source(source.key, (*source.view, *steps)) for source in value.sources]
-        zeros = any(value.zero_filled for value in values.values())
-        return Value(dtypes[0], self.shape, tuple(found), zeros)
+        """One optimizer state, which all its parameters have, as one tensor."""
+        return stack(self.key, {index: p.values[role] for index, p in self.members.items()}, self.lead)
 
 
 _Content: TypeAlias = tuple[str, int | None, tuple[int, ...]]
@@ -133,17 +115,9 @@ def _joined_half(name: str, twins: Mapping[str, Parameter]) -> Parameter:
     if len({(p.shape, p.dtype, p.states) for p in parts}) != 1 or len(parts) != len(HALVES):
         raise MappingError(f"{name}: its halves {', '.join(p.name for p in parts)} do not make one tensor")
     first = parts[0]
-    rows, rest = first.shape[0], first.shape[1:]
-    whole = (rows * len(parts), *rest)
-    values = {}
-    for role, value in first.values.items():
-        sources = tuple(
-            Source(s.key, (*s.view, Place((i * rows, *(0,) * len(rest)), whole)))
-            for i, p in enumerate(parts)
-            for s in p.values[role].sources
-        )
-        values[role] = replace(value, shape=whole, sources=sources)
-    return replace(first, name=name, shape=whole, values=values, origin=first.origin.removesuffix(HALVES[0]))
+    values = {role: concat(name, [p.values[role] for p in parts]) for role in first.values}
+    shape = (first.shape[0] * len(parts), *first.shape[1:])
+    return replace(first, name=name, shape=shape, values=values, origin=first.origin.removesuffix(HALVES[0]))
 
 
 def _refuse_gaps(parameters: Sequence[Parameter]) -> None:
