@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from ckpt_tools.errors import MappingError
 from ckpt_tools.formats.dcp import metadata_kind
 from ckpt_tools.megatron import keys
-from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, Rows
+from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter, Rows
 from ckpt_tools.megatron.fsdp_dtensor.tensors import model_tensors
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import bucket_states
 from ckpt_tools.megatron.torch_dist.read import dropped_objects
-from ckpt_tools.megatron.torch_dist.slices import SortedKeys, missing_layers
+from ckpt_tools.megatron.torch_dist.stacking import SortedKeys, missing_layers
 from ckpt_tools.model.catalog import Catalog, Item, ObjectEntry, TensorEntry, Value
 from ckpt_tools.model.model import Parameter
 from ckpt_tools.model.views import Source

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.errors import MappingError
-from ckpt_tools.megatron.fsdp_dtensor.live import live_parameters
+from ckpt_tools.megatron.fsdp_dtensor.parameters import live_parameters
 from ckpt_tools.megatron.names import DIALECTS, ModelStyle, depends_on_dialect, group_name, state_name
-from ckpt_tools.megatron.torch_dist.slices import slices_of
+from ckpt_tools.megatron.torch_dist.stacking import slices_of
 from ckpt_tools.model.catalog import TensorEntry
 from ckpt_tools.model.model import Parameter
 

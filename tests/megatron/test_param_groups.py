@@ -3,7 +3,7 @@
 import pytest
 
 from ckpt_tools.errors import MappingError
-from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, Rows
+from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter, Rows
 from ckpt_tools.megatron.keys import strip_wrappers
 from ckpt_tools.megatron.param_groups import (
     GroupRules,

@@ -14,7 +14,7 @@ from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpSource, FsdpTensor, rea
 from ckpt_tools.megatron.fsdp_dtensor.flatten import flatten, unflatten
 from ckpt_tools.megatron.fsdp_dtensor.read import fsdp_model
 from ckpt_tools.megatron.run_state.common_state import CommonState
-from ckpt_tools.megatron.torch_dist.extra_state import extra_state_keys
+from ckpt_tools.megatron.torch_dist.grids import extra_state_keys
 from ckpt_tools.megatron.torch_dist.stacking import stack_parameters
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions, build_torch_dist_target
 from ckpt_tools.model.catalog import Catalog, TensorEntry, Value

@@ -4,7 +4,7 @@ import pytest
 
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.keys import is_optimizer_key
-from ckpt_tools.megatron.torch_dist.slices import layer_counts, slices_of, sort_keys
+from ckpt_tools.megatron.torch_dist.stacking import layer_counts, slices_of, sort_keys
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 
 

@@ -23,8 +23,8 @@ from ckpt_tools.megatron.fsdp_dtensor.write import build_fsdp_target
 from ckpt_tools.megatron.keys import COMMON_OBJECT, KEPT, MODEL_PREFIX
 from ckpt_tools.megatron.names import DIALECTS
 from ckpt_tools.megatron.run_state.record import read_record, stored_tp
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import optimizer_layout
 from ckpt_tools.model.choices import DiffBy
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import WEIGHT

@@ -22,8 +22,8 @@ from ckpt_tools.formats.untrusted_documents import DocumentError, read_named_fil
 from ckpt_tools.megatron.hybrid import is_hybrid
 from ckpt_tools.megatron.keys import fsdp_state, is_optimizer_key, rng_key, rng_shard
 from ckpt_tools.megatron.run_state.record import read_record, stored_tp
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
-from ckpt_tools.megatron.torch_dist.slices import layer_counts
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import optimizer_layout
+from ckpt_tools.megatron.torch_dist.stacking import layer_counts
 from ckpt_tools.verify.checkpoint import meaning
 from ckpt_tools.verify.checkpoint.place import check_entries
 from ckpt_tools.verify.checkpoint.structure import check_files

@@ -25,8 +25,8 @@ from ckpt_tools.formats.storage.tree import files_below
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
 from ckpt_tools.megatron.run_state.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.run_state.record import RECORD_FILE, read_record
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import coalesced_buffers
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import optimizer_layout
 from ckpt_tools.megatron.torch_dist.read import stored_groups
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.verify.checkpoint import meaning

@@ -16,14 +16,13 @@ from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
 from ckpt_tools.megatron.fsdp_dtensor.entries import read_fsdp_source
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.parameters import packed_projections
 from ckpt_tools.megatron.fsdp_dtensor.regroup import Relayout, build_relayout
-from ckpt_tools.megatron.fsdp_dtensor.stored import packed_projections
 from ckpt_tools.megatron.names import ModelStyle
 from ckpt_tools.megatron.run_state.common_state import CommonState
-from ckpt_tools.megatron.run_state.parallel_sizes import refuse_tensor_parallel
 from ckpt_tools.megatron.run_state.record import TargetRecord
-from ckpt_tools.megatron.run_state.settings import read_settings
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states
+from ckpt_tools.megatron.run_state.settings import read_settings, refuse_tensor_parallel
+from ckpt_tools.megatron.torch_dist.optimizers import expected_states, refuse_missing_states
 from ckpt_tools.megatron.vocab import vocabulary
 from ckpt_tools.model.catalog import Item
 

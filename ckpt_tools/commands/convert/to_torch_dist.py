@@ -30,13 +30,13 @@ from ckpt_tools.formats.locate.detect import Location
 from ckpt_tools.formats.storage.files import AnyPath, path_text
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
 from ckpt_tools.formats.torch_archive.object_writer import dump_archive
-from ckpt_tools.megatron.fsdp_dtensor.stored import packed_projections
+from ckpt_tools.megatron.fsdp_dtensor.parameters import packed_projections
 from ckpt_tools.megatron.keys import stacked_axes
 from ckpt_tools.megatron.run_state.common_state import COMMON_FILE
 from ckpt_tools.megatron.run_state.record import RECORD_FILE, read_record, record_bytes
 from ckpt_tools.megatron.run_state.settings import training_dtype
+from ckpt_tools.megatron.torch_dist.grids import NO_SIZE
 from ckpt_tools.megatron.torch_dist.read import Extent
-from ckpt_tools.megatron.torch_dist.rng_grid import NO_SIZE
 from ckpt_tools.megatron.torch_dist.write import (
     TorchDistOptions,
     build_torch_dist_target,

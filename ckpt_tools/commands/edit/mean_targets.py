@@ -17,9 +17,8 @@ from ckpt_tools.commands.job.read_model import shared_by
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.formats.storage.joined_files import joined_entry
 from ckpt_tools.megatron.keys import parameter_of, stacked_axes
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import StateTensor
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import StateTensor, optimizer_layout
 from ckpt_tools.model.catalog import Catalog, Made, TensorEntry, Value, made_entry
 from ckpt_tools.model.dtypes import CASTABLE, FLOATING
 from ckpt_tools.model.kernels.kernel import WeightedMean

@@ -38,9 +38,9 @@ from ckpt_tools.megatron.keys import (
 from ckpt_tools.megatron.run_state.common_state import COMMON_FILE, RUN_CONFIG
 from ckpt_tools.megatron.run_state.layer_settings import Layers, cut_settings
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import StateTensor
-from ckpt_tools.megatron.torch_dist.other_optimizers import spelled_master
+from ckpt_tools.megatron.torch_dist.optimizers import spelled_master
 from ckpt_tools.megatron.torch_dist.read import TorchDistSource, read_torch_dist
-from ckpt_tools.megatron.torch_dist.slices import layer_counts
+from ckpt_tools.megatron.torch_dist.stacking import layer_counts
 from ckpt_tools.megatron.torch_dist.write import CONTENT_METADATA, OPTIMIZER_METADATA
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.model import Model

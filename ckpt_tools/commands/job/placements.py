@@ -8,14 +8,13 @@ from functools import cache
 from typing import NamedTuple
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.megatron.fp8_held import FP8, is_held_in_fp8
 from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpSource
-from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, part_order, split_part
+from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter, part_order, split_part
 from ckpt_tools.megatron.fsdp_dtensor.write import FsdpTarget
 from ckpt_tools.megatron.keys import BUFFERS
 from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, ModelStyle
 from ckpt_tools.megatron.run_state.common_state import CommonState
-from ckpt_tools.megatron.run_state.settings import training_dtype
+from ckpt_tools.megatron.run_state.settings import FP8, is_held_in_fp8, training_dtype
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.choices import LayoutName

@@ -20,7 +20,7 @@ from ckpt_tools.megatron.dcp.state_dict import StateDict, is_megatron, read_stat
 from ckpt_tools.megatron.format import FORMATS
 from ckpt_tools.megatron.keys import GROUP_META, bucket_key, part_of, stacked_layers
 from ckpt_tools.megatron.run_state.common_state import CommonState
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import optimizer_layout
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.choices import InspectBy
 from ckpt_tools.model.dtypes import itemsize

@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.formats.key_filter import leave_out
 from ckpt_tools.formats.storage.files import Files
-from ckpt_tools.megatron.dcp.adam_fields import ADAM_FIELDS, INITIAL_LR
 from ckpt_tools.megatron.dcp.index_names import name_numbers
 from ckpt_tools.megatron.dcp.state_dict import (
     OptimizerKeys,
@@ -24,8 +23,9 @@ from ckpt_tools.megatron.dcp.state_dict import (
     is_megatron,
     read_state_dict,
     shape_of_states,
+    without_segments,
 )
-from ckpt_tools.megatron.dcp.wrappers import without_segments
+from ckpt_tools.megatron.dcp.write import ADAM_FIELDS, INITIAL_LR
 from ckpt_tools.megatron.fsdp_dtensor.entries import (
     FsdpSource,
     FsdpTensor,
@@ -35,13 +35,13 @@ from ckpt_tools.megatron.fsdp_dtensor.entries import (
     step_number,
 )
 from ckpt_tools.megatron.fsdp_dtensor.flatten import unflatten
-from ckpt_tools.megatron.fsdp_dtensor.kept import NOT_LOADED
 from ckpt_tools.megatron.fsdp_dtensor.read import fsdp_model
+from ckpt_tools.megatron.fsdp_dtensor.write import NOT_LOADED
 from ckpt_tools.megatron.keys import BUFFERS, COMMON_ITEMS, NESTED_STATES, STEP
 from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.megatron.run_state.record import read_record
 from ckpt_tools.megatron.run_state.stored_values import checked_field, fields_at
-from ckpt_tools.megatron.torch_dist.other_optimizers import is_adams
+from ckpt_tools.megatron.torch_dist.optimizers import is_adams
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.choices import LayerSpec
 from ckpt_tools.model.model import Model

@@ -17,16 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tools.megatron.dcp.adam_fields import ADAM_FIELDS, DECOUPLED, INITIAL_LR
-from ckpt_tools.megatron.fsdp_dtensor.common_part import (
-    Part,
-    common_part,
-    dialect_notes,
-    renamed,
-)
-from ckpt_tools.megatron.fsdp_dtensor.kept import optimizer_name, told_kinds
-from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter
 from ckpt_tools.megatron.fsdp_dtensor.tensors import (
     backfill_groups,
     live_value,
@@ -35,13 +27,19 @@ from ckpt_tools.megatron.fsdp_dtensor.tensors import (
 )
 from ckpt_tools.megatron.fsdp_dtensor.write import (
     FsdpTarget,
+    Part,
     check_options,
     choose_dialect,
     choose_memberships,
     choose_parameters,
     choose_style,
     choose_vocab,
+    common_part,
+    dialect_notes,
     known_vocabulary,
+    optimizer_name,
+    renamed,
+    told_kinds,
     trained_parameters,
     writer_tp,
 )
@@ -50,6 +48,20 @@ from ckpt_tools.megatron.names import Dialect
 from ckpt_tools.model.model import Model, unread_note
 from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTensor
+
+INITIAL_LR = "initial_lr"  # what torch's schedulers multiply
+DECOUPLED = "decoupled_weight_decay"
+# Fields of torch.optim.Adam and AdamW beside lr, betas, eps and weight_decay, with their defaults.
+ADAM_FIELDS: Mapping[str, Any] = {
+    "amsgrad": False,
+    "foreach": None,
+    "maximize": False,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    DECOUPLED: True,
+}
+
 
 MODEL, OPTIMIZER = "model", "optimizer"
 _NOT_NAMED = "only Adam's states and groups have names that torch's optimizers ask for here"

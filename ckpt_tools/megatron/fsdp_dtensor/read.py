@@ -7,12 +7,12 @@ from typing import Any
 
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpSource, FsdpTensor
-from ckpt_tools.megatron.fsdp_dtensor.stored import StoredParameter, stored_parameters
+from ckpt_tools.megatron.fsdp_dtensor.parameters import StoredParameter, stored_parameters
 from ckpt_tools.megatron.fsdp_dtensor.tensors import TORCH_ADAM_FIELDS
 from ckpt_tools.megatron.keys import BUFFERS, split_expert, split_projection
 from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, stored_name
 from ckpt_tools.megatron.run_state.settings import read_settings, training_dtype
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states
+from ckpt_tools.megatron.torch_dist.optimizers import expected_states, refuse_missing_states
 from ckpt_tools.model.choices import LayerSpec
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.model import Model, Parameter

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.fsdp_dtensor.flatten import Path, dotted, leaves
-from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter
+from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter
 from ckpt_tools.megatron.keys import (
     BUFFERS,
     HALVES,

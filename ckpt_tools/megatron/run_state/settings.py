@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt_tools.errors import UsageError, list_problems
 from ckpt_tools.formats.pickle.unpickle import TorchDtype
 from ckpt_tools.megatron.hybrid import says_hybrid
+from ckpt_tools.megatron.keys import decoder_layer, layer_of
 from ckpt_tools.megatron.run_state.common_state import CommonState
 
 
@@ -107,3 +110,72 @@ def _local_norms(settings: Mapping[str, Any]) -> bool | None:
         return False
     implementation = settings.get("transformer_impl")
     return None if implementation is None else implementation == "local"
+
+
+FP8 = "float8_e4m3fn"
+_LINEAR = re.compile(r"(?:linear_\w+|in_proj|out_proj|eh_proj)\.weight\d*")
+
+
+def is_held_in_fp8(name: str, common: CommonState) -> bool:
+    """Whether the live parameter `name` is FP8 in a job with the settings of the run that wrote a checkpoint."""
+    arg = common.arg
+    if not arg("fp8") or not (arg("fp8_param_gather") or arg("fp8_param")):
+        return False
+    if arg("transformer_impl") == "local" and not says_hybrid(common.args or common.model_config):
+        return False
+    layer = layer_of(name)
+    if layer is None or not _LINEAR.fullmatch(".".join(name.split(".")[-2:])):
+        return False
+    return not _stays_in_bf16(name, common)
+
+
+def _stays_in_bf16(name: str, common: CommonState) -> bool:
+    """Whether a parameter is of the decoder's first or last layers that are kept out of FP8."""
+    layer, count = decoder_layer(name), common.arg("num_layers")
+    if layer is None or not common.arg("first_last_layers_bf16"):
+        return False
+    first = common.arg("num_layers_at_start_in_bf16", 1)
+    last = common.arg("num_layers_at_end_in_bf16", 1)
+    return layer[0] < first or (isinstance(count, int) and layer[0] >= count - last)
+
+
+Setting = Callable[[str], Any]
+_DELTA_NET, _MIXER = "self_attention.A_log", "mixer.A_log"
+_COUNTED = {  # by the tensor that a layer of the kind has: of what each rank gets as many
+    _DELTA_NET: (("linear_num_key_heads", "key heads of a gated delta net"),
+                 ("linear_num_value_heads", "value heads of a gated delta net")),
+    _MIXER: (("mamba_num_heads", "heads of a Mamba mixer"), ("mamba_num_groups", "groups of a Mamba mixer")),
+}  # fmt: skip
+
+
+def tensor_parallel_problems(tp: int, setting: Setting, names: Iterable[str]) -> Iterator[str]:
+    """Why a job of `tp` tensor-parallel ranks cannot be: by its settings, and the names of the model's weights."""
+    heads, groups = count_of(setting("num_attention_heads")), count_of(setting("num_query_groups"))
+    if setting("group_query_attention") is False:
+        groups = heads
+    if heads and heads % tp:
+        yield f"{heads} attention heads are not a multiple of tensor parallel size {tp}"
+    if groups and groups != heads and groups % tp and tp % groups:
+        yield f"{groups} query groups are neither a multiple nor a divisor of tensor parallel size {tp}"
+    kinds = {kind for name in names for kind in _COUNTED if name.endswith(kind)}
+    for kind in sorted(kinds):
+        for counted, what in _COUNTED[kind]:
+            number = count_of(setting(counted))
+            if number and number % tp:
+                yield f"{number} {what} are not a multiple of tensor parallel size {tp}"
+
+
+def refuse_tensor_parallel(tp: int, setting: Setting, names: Iterable[str]) -> None:
+    """Raise UsageError if the model does not run on `tp` tensor-parallel ranks."""
+    problems = list(tensor_parallel_problems(tp, setting, names))
+    if problems:
+        raise UsageError(
+            f"no job of tensor parallel size {tp} can load this model:\n{list_problems(problems)}\nGive the size of "
+            "one that can with --tp",
+            problems,
+        )
+
+
+def count_of(value: object) -> int | None:
+    """A setting that counts something; None where it is not a whole number above 0."""
+    return value if type(value) is int and value > 0 else None

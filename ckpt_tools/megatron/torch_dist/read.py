@@ -27,12 +27,12 @@ from ckpt_tools.megatron.run_state.stored_values import (
     optimizer_groups,
     rng_at,
 )
-from ckpt_tools.megatron.torch_dist.object_grids import object_grids
+from ckpt_tools.megatron.torch_dist.grids import object_grids
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import Share, by_threads
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates, selected
-from ckpt_tools.megatron.torch_dist.other_optimizers import is_adams, optimizer_entry
-from ckpt_tools.megatron.torch_dist.slices import Slice, SortedKeys, sort_keys
+from ckpt_tools.megatron.torch_dist.optimizers import is_adams, optimizer_entry
+from ckpt_tools.megatron.torch_dist.stacking import Slice, SortedKeys, sort_keys
 from ckpt_tools.model.catalog import Catalog, Item, Value
 from ckpt_tools.model.model import Model, Parameter
 from ckpt_tools.model.roles import WEIGHT

@@ -28,10 +28,9 @@ from ckpt_tools.megatron.keys import (
 )
 from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, MTP_DISK, MTP_LIVE
 from ckpt_tools.megatron.run_state.common_state import CommonState
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import Expected, expected_states
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import model_space_states
-from ckpt_tools.megatron.torch_dist.other_optimizers import mixes_lion_and_adam
-from ckpt_tools.megatron.torch_dist.slices import layer_counts, missing_layers, slices_of
+from ckpt_tools.megatron.torch_dist.optimizers import Expected, expected_states, mixes_lion_and_adam
+from ckpt_tools.megatron.torch_dist.stacking import layer_counts, missing_layers, slices_of
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.roles import MASTER
 from ckpt_tools.verify.report import Check, Findings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.megatron.fsdp_dtensor.entries import rng_ranks
-from ckpt_tools.megatron.fsdp_dtensor.stored import packed_projections
+from ckpt_tools.megatron.fsdp_dtensor.parameters import packed_projections
 from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.megatron.run_state.record import RECORD_FILE, read_record, stored_tp
 from ckpt_tools.model.catalog import Catalog
