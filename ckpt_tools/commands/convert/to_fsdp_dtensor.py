@@ -39,7 +39,6 @@ from ckpt_tools.megatron.run_state.record import TargetRecord
 from ckpt_tools.megatron.run_state.settings import refuse_tensor_parallel
 from ckpt_tools.megatron.vocab import VocabChange
 from ckpt_tools.model.box import Box
-from ckpt_tools.model.deferred import Chosen
 from ckpt_tools.model.model import Model, without_optimizer
 from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import TargetTensor
@@ -158,7 +157,7 @@ def prepare_model(
     record = TargetRecord(built.dialect.name, tokens=built.tokens, format=plain)
     record = sized(record, tp, layout, has_experts)
     job = TargetJob(record, built.packed, built.vocabulary)
-    must_round = Chosen(built.target.tensors, lambda tensor: tensor.must_round_to)
+    must_round = tuple(tensor for tensor in built.target.tensors if tensor.must_round_to)
     small = _bridge_files(built, model, files, begins=bool(asked.fresh_optimizer))
     in_place = any(MASTER in p.values and WEIGHT not in p.values for p in as_read.parameters)
     left_out = MASTER in as_read.roles or as_read.unread  # a fresh optimizer's are not the source's

@@ -18,7 +18,6 @@ from ckpt_tools.megatron.run_state.settings import FP8, is_held_in_fp8, training
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.choices import LayoutName
-from ckpt_tools.model.deferred import Deferred
 from ckpt_tools.model.roles import WEIGHT
 from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.model.transfers import Plan
@@ -152,12 +151,11 @@ def exact_placement(core: Placement, ranks: Sequence[int]) -> PlanPlacement:
 
 
 def rank_share(target: Target, core: Placement, rank: int) -> Target:
-    """What `rank` writes of a target, and at most a little more. Rank 0 also has what no parameter places."""
+    """What `rank` writes of a target. Rank 0 has all of it, for what no parameter places."""
     if not rank:
         return target
     names = {name for name, _ in core.written(rank)}
-    tensors = target.tensors.of(names) if isinstance(target.tensors, Deferred) else target.tensors
-    return Target(tuple(tensor for tensor in tensors if tensor.parameter in names))
+    return Target(tuple(tensor for tensor in target.tensors if tensor.parameter in names))
 
 
 def in_reading_order(target: Target, names: Iterable[str]) -> Target:

@@ -1,10 +1,10 @@
 """Live parameters as rows of stored ones (`live_parameters`), and stored ones as rows of live (`stored_parameters`).
 
 Live parameters are what the running model holds, stored ones what `torch_dist` makes of them. Most are one and the
-same. Fused projections (gated delta nets, Mamba mixers, MLA's down-projections) are stored in parts, and so is a gated
-fc1 in some checkpoints. The rows of gated delta nets and Mamba mixers are grouped by tensor-parallel rank: rank 0's
-rows of every part, then rank 1's (gated_delta_net/common.py, mamba_mixer.py `sharded_state_dict`). On the way back
-the parts' sizes come from the shapes of the tensors around them and have to add up to the fused one.
+same. Fused projections (gated delta nets, Mamba mixers, MLA's down-projections) are stored in parts, and so is a
+gated fc1 in some checkpoints. The rows of gated delta nets and Mamba mixers are grouped by tensor-parallel rank: rank
+0's rows of every part, then rank 1's (gated_delta_net/common.py, mamba_mixer.py `sharded_state_dict`). On the way
+back the parts' sizes come from the shapes of the tensors around them and have to add up to the fused one.
 """
 
 from __future__ import annotations

@@ -32,7 +32,6 @@ from ckpt_tools.megatron.keys import (
 )
 from ckpt_tools.megatron.param_groups import Group, Membership
 from ckpt_tools.model.catalog import Value, concat
-from ckpt_tools.model.deferred import Deferred, Run
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.many import many
 from ckpt_tools.model.model import Model
@@ -199,27 +198,6 @@ def state_tensors(parameter: LiveParameter, prefixes: Prefixes) -> Iterator[Targ
             )
 
 
-def deferred_models(
-    parameters: Sequence[LiveParameter], prefix: str, dtype: str | None
-) -> Deferred[TargetTensor]:
-    """`model_tensors` of all parameters."""
-    count = sum(2 if p.gated else 1 for p in parameters)
-    return Deferred(Run(parameters, lambda p: model_tensors(p, prefix, dtype), count, part_names))
-
-
-def deferred_states(parameters: Sequence[LiveParameter], prefixes: Prefixes) -> Deferred[TargetTensor]:
-    """`state_tensors` of all parameters."""
-    count = sum((2 if p.gated else 1) * sum(kind != MASTER for kind in roles_of(p)) for p in parameters)
-    return Deferred(Run(parameters, lambda p: state_tensors(p, prefixes), count, part_names))
-
-
-def part_names(parameter: LiveParameter) -> tuple[str, ...]:
-    """What the target tensors of a live parameter are called in placements: itself, or its halves."""
-    if not parameter.gated:
-        return (parameter.name,)
-    return tuple([f"{parameter.name}{suffix}" for suffix in HALVES])
-
-
 def step_tensors(
     parameters: Iterable[LiveParameter],
     memberships: Mapping[str, Membership],
@@ -241,7 +219,7 @@ def group_objects(
     memberships: Mapping[str, Membership],
     groups: Sequence[Group],
     prefixes: Prefixes,
-) -> Deferred[TargetObject]:
+) -> Iterator[TargetObject]:
     """Every field of every trainable parameter's group, under the parameter's unsplit live name.
 
     `is_expert_parallel` is False for all: Megatron-FSDP does not know expert groups
@@ -251,16 +229,12 @@ def group_objects(
     for group in fields:
         if not TORCH_ADAM_FIELDS.isdisjoint(group):
             group.pop("step", None)
-
-    def objects(name: str) -> Iterator[TargetObject]:
+    # the parts of a projection that the target keeps apart share one live name
+    for name in dict.fromkeys(p.group_name for p in parameters):
         wrapped = f"{prefixes.wrappers}.{name}"
         head = f"optimizer.param_to_group_meta.{wrapped}"
         for field, value in fields[memberships[name].group].items():
             yield TargetObject(f"{head}.{field}", value, ("optimizer", "param_to_group_meta", wrapped, field))
-
-    # the parts of a projection that the target keeps apart share one live name
-    names = list(dict.fromkeys(p.group_name for p in parameters))
-    return Deferred(Run(names, objects, sum(len(fields[memberships[name].group]) for name in names)))
 
 
 def backfill_groups(

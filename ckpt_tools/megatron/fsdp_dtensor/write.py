@@ -16,12 +16,12 @@ from ckpt_tools.megatron.fsdp_dtensor.tensors import (
     Prefixes,
     backfill_groups,
     check_states,
-    deferred_models,
-    deferred_states,
     group_objects,
+    model_tensors,
     rng_items,
     roles_of,
     state_prefix,
+    state_tensors,
     step_tensors,
 )
 from ckpt_tools.megatron.hybrid import is_hybrid
@@ -45,7 +45,6 @@ from ckpt_tools.megatron.torch_dist.optimizers import (
 )
 from ckpt_tools.megatron.torch_dist.stacking import layer_counts
 from ckpt_tools.megatron.vocab import VocabChange, Vocabulary, resize_vocab, told_tokens, vocabulary
-from ckpt_tools.model.deferred import Deferred
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.model import Model, unread_note
 from ckpt_tools.model.roles import MASTER
@@ -85,14 +84,13 @@ def build_fsdp_target(model: Model, options: TargetOptions) -> FsdpTarget:
     vocab = choose_vocab(model, options, parameters)
     parameters = vocab.parameters
     prefixes = Prefixes(options.model_prefix, options.state_prefix or state_prefix(model))
-    weights = deferred_models(parameters, prefixes.model, options.dtype)
+    weights = [tensor for p in parameters for tensor in model_tensors(p, prefixes.model, options.dtype)]
     optimizer = optimizer_part(model, options, parameters, prefixes)
     common = common_part(model, options, dialect, tp)
-    tensors = Deferred(weights, optimizer.tensors)
     target = Target(
-        tensors=tensors,
+        tensors=(*weights, *optimizer.tensors),
         inline=(*optimizer.inline, *common.inline),
-        objects=Deferred(optimizer.objects, common.objects),
+        objects=(*optimizer.objects, *common.objects),
         dropped=(*model.dropped, *optimizer.dropped, *common.dropped),
         renamed=renamed(parameters),
         backfilled=optimizer.backfilled,
@@ -156,12 +154,10 @@ def optimizer_part(
         for p in parameters
         if p.name not in live
     ]
-    inline = list(step_tensors(trainable, memberships, groups, prefixes))
-    objects: Sequence[TargetObject] = group_objects(trainable, memberships, groups, prefixes)
     return Part(
-        tensors=deferred_states(trainable, prefixes),
-        inline=tuple(inline),
-        objects=objects,
+        tensors=tuple(tensor for p in trainable for tensor in state_tensors(p, prefixes)),
+        inline=tuple(step_tensors(trainable, memberships, groups, prefixes)),
+        objects=tuple(group_objects(trainable, memberships, groups, prefixes)),
         backfilled=tuple(backfilled),
         notes=tuple(notes),
         memberships=memberships,

@@ -19,7 +19,13 @@ from ckpt_tools.errors import MappingError, UsageError, list_problems
 from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, state_role
 from ckpt_tools.megatron.names import BRIDGE, Dialect, dialect_for
 from ckpt_tools.megatron.run_state.record import Size, TargetRecord
-from ckpt_tools.megatron.torch_dist.grids import RngGrid, extra_state_keys, refuse_sizes, rng_grid, rng_objects
+from ckpt_tools.megatron.torch_dist.grids import (
+    RngGrid,
+    extra_state_keys,
+    refuse_sizes,
+    rng_grid,
+    rng_objects,
+)
 from ckpt_tools.megatron.torch_dist.optimizers import (
     expected_states,
     is_distributed,

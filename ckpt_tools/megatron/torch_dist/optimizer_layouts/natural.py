@@ -5,9 +5,9 @@ which have no masters. Up to core 0.13 a chain of optimizers (dense and experts)
 (megatron-core optimizer.py, ChainedOptimizer).
 
 `fully_sharded_model_space` (core 0.8-0.15) stored a state of global shape G, cut into f parts along each axis, as
-``(*f, prod(G / f))``; `Defragment` is the inverse. Legacy GroupedMLP (core <= 0.16) flattened its expert states in the
-layout of its own weights, which is the transpose of the stored ones: ``[.., H, 2F]`` for fc1 and ``[.., F, H]`` for
-fc2 (v0.15 moe/experts.py).
+``(*f, prod(G / f))``; `Defragment` is the inverse. Legacy GroupedMLP (core <= 0.16) flattened its expert states in
+the layout of its own weights, which is the transpose of the stored ones: ``[.., H, 2F]`` for fc1 and ``[.., F, H]``
+for fc2 (v0.15 moe/experts.py).
 """
 
 from __future__ import annotations
