@@ -150,7 +150,7 @@ def write_torch_dist(model: Model, opened: Opened, options: TorchDistOptions, wo
     """
     built = build_torch_dist_target(model, options)
     carried = carried_objects(model, built.target.objects)
-    as_stored = {key: opened.catalog.objects[key].item for key in carried} | dict(model.extra_states)
+    as_stored = {key: opened.catalog.objects[key].item for key in carried}
     archives = _archives(opened, built.target.objects, as_stored)
     beside_weights = _has_masters_beside_weights(opened.location.kind, model)
     otherwise: MastersUse = "as_stored" if keeps_masters(model) else "left_out" if model.unread else "none"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import MappingError, UsageError, list_problems
@@ -76,26 +77,41 @@ class FsdpTarget:
 def build_fsdp_target(model: Model, options: TargetOptions) -> FsdpTarget:
     """Everything the `fsdp_dtensor` checkpoint of `model` must contain."""
     check_options(options)
-    dialect = choose_dialect(model, options)
-    style, notes = choose_style(model, options)
-    tp = options.tp or writer_tp(model).ranks
-    parameters = choose_parameters(model, options, style, dialect, tp)
-    notes += dialect_notes(parameters, model, dialect, options)
-    vocab = choose_vocab(model, options, parameters)
-    parameters = vocab.parameters
     prefixes = Prefixes(options.model_prefix, options.state_prefix or state_prefix(model))
-    weights = [tensor for p in parameters for tensor in model_tensors(p, prefixes.model, options.dtype)]
-    optimizer = optimizer_part(model, options, parameters, prefixes)
-    common = common_part(model, options, dialect, tp)
+    optimizer = partial(_optimizer_part, model, options, prefixes)
+    return build_live_target(model, options, choose_dialect(model, options), prefixes.model, optimizer)
+
+
+def build_live_target(
+    model: Model,
+    options: TargetOptions,
+    dialect: Dialect,
+    prefix: str,
+    optimizer_part: Callable[[Sequence[LiveParameter]], Part],
+    *,
+    halves: bool = True,
+) -> FsdpTarget:
+    """A target with the names of the running model, its weights under `prefix`; `halves` of gated ones apart."""
+    style, notes = _choose_style(model, options)
+    tp = options.tp or writer_tp(model).ranks
+    parameters = _choose_parameters(model, options, style, dialect, tp, halves)
+    notes += _dialect_notes(parameters, model, dialect, options)
+    vocab = _choose_vocab(model, options, parameters)
+    parameters = vocab.parameters
+    weights = [tensor for p in parameters for tensor in model_tensors(p, prefix, options.dtype)]
+    optimizer = optimizer_part(parameters)
+    common = _common_part(model, options, dialect, tp)
     target = Target(
         tensors=(*weights, *optimizer.tensors),
         inline=(*optimizer.inline, *common.inline),
         objects=(*optimizer.objects, *common.objects),
         dropped=(*model.dropped, *optimizer.dropped, *common.dropped),
-        renamed=renamed(parameters),
+        renamed=_renamed(parameters),
         backfilled=optimizer.backfilled,
         notes=(*unread_note(model), *model.notes, *notes, *vocab.notes, *optimizer.notes, *common.notes),
     )
+    args = model.common.args or model.common.model_config
+    told = told_tokens(args)
     return FsdpTarget(
         target,
         tuple(parameters),
@@ -103,18 +119,9 @@ def build_fsdp_target(model: Model, options: TargetOptions) -> FsdpTarget:
         dialect,
         style,
         vocab,
-        *known_vocabulary(model, options, parameters),
+        vocabulary(((p.name, p.shape) for p in parameters), args, options.vocab_size),
+        options.vocab_size or (told[0] if len(told) == 1 else None),
     )
-
-
-def known_vocabulary(
-    model: Model, options: TargetOptions, parameters: Sequence[LiveParameter]
-) -> tuple[Vocabulary | None, int | None]:
-    """The vocabulary of the target, and how many of its rows are tokens where that is known."""
-    args = model.common.args or model.common.model_config
-    told = told_tokens(args)
-    rows = vocabulary(((p.name, p.shape) for p in parameters), args, options.vocab_size)
-    return rows, options.vocab_size or (told[0] if len(told) == 1 else None)
 
 
 def trained_parameters(
@@ -132,8 +139,8 @@ def trained_parameters(
     return trained
 
 
-def optimizer_part(
-    model: Model, options: TargetOptions, parameters: Sequence[LiveParameter], prefixes: Prefixes
+def _optimizer_part(
+    model: Model, options: TargetOptions, prefixes: Prefixes, parameters: Sequence[LiveParameter]
 ) -> Part:
     """States, steps and group fields of every trainable parameter; nothing for a conversion of weights."""
     trainable = trained_parameters(model, options, parameters)
@@ -189,7 +196,7 @@ def choose_dialect(model: Model, options: TargetOptions) -> Dialect:
     return replace(dialect, mtp_in_state=MTP_LIVE)
 
 
-def choose_style(model: Model, options: TargetOptions) -> tuple[ModelStyle, list[str]]:
+def _choose_style(model: Model, options: TargetOptions) -> tuple[ModelStyle, list[str]]:
     """The facts of the model that names depend on, and a note for each that was assumed."""
     settings, notes = model.settings, []
     names = {p.name for p in model.parameters}
@@ -220,8 +227,8 @@ def choose_style(model: Model, options: TargetOptions) -> tuple[ModelStyle, list
     return ModelStyle(local, grouped, settings.fused_mla_down), notes
 
 
-def choose_parameters(
-    model: Model, options: TargetOptions, style: ModelStyle, dialect: Dialect, tp: int, halves: bool = True
+def _choose_parameters(
+    model: Model, options: TargetOptions, style: ModelStyle, dialect: Dialect, tp: int, halves: bool
 ) -> list[LiveParameter]:
     """The live parameters of the target; checks names for clashes and layers for gaps.
 
@@ -250,7 +257,7 @@ def choose_parameters(
     return parameters
 
 
-def choose_vocab(model: Model, options: TargetOptions, parameters: list[LiveParameter]) -> VocabChange:
+def _choose_vocab(model: Model, options: TargetOptions, parameters: list[LiveParameter]) -> VocabChange:
     """The parameters with the vocabulary size that was asked for; unchanged when none was.
 
     Rows beyond the tokens that the args tell of are known to be padding; a smaller vocabulary has to be proven.
@@ -340,7 +347,7 @@ class Part:
     memberships: Mapping[str, Membership] = field(default_factory=dict)
 
 
-def common_part(model: Model, options: TargetOptions, dialect: Dialect, tp: int) -> Part:
+def _common_part(model: Model, options: TargetOptions, dialect: Dialect, tp: int) -> Part:
     """Arguments, progress, scheduler and rng."""
     notes: list[str] = []
     values: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0}
@@ -397,7 +404,7 @@ def common_part(model: Model, options: TargetOptions, dialect: Dialect, tp: int)
 CARRIED_SCALARS = ("checkpoint_version", "iteration", "num_floating_point_operations_so_far")
 
 
-def dialect_notes(
+def _dialect_notes(
     parameters: Sequence[LiveParameter], model: Model, dialect: Dialect, options: TargetOptions
 ) -> list[str]:
     """A note when the model has parts that other targets would name differently."""
@@ -417,7 +424,7 @@ def dialect_notes(
     return [f"{' and '.join(parts)} names follow --target {dialect.name} ({chosen}); others: {others}"]
 
 
-def renamed(parameters: Sequence[LiveParameter]) -> tuple[str, ...]:
+def _renamed(parameters: Sequence[LiveParameter]) -> tuple[str, ...]:
     """One line per stored name that changed by more than a layer number."""
     return tuple(
         f"{stored.name} -> {p.name}{' (_w, _v)' if p.gated else ''}"

@@ -105,7 +105,6 @@ def build_torch_dist_target(model: Model, options: TorchDistOptions) -> TorchDis
     rerun = [] if options.weights_only else [TargetObject(key, [None]) for key in _stored(model, RERUN)]
     objects = (*rng, *extra, *rerun, TargetObject(COMMON_OBJECT, [common]))
     kept = carried_objects(model, objects)
-    restored = restored_objects(model, objects)
     target = Target(
         tensors=(
             *_weights(stacks, model, options),
@@ -113,8 +112,8 @@ def build_torch_dist_target(model: Model, options: TorchDistOptions) -> TorchDis
         ),
         objects=objects,
         dropped=(
-            *_dropped(model, kept | restored),
-            *_unplaced(model, {o.key for o in objects}, options),
+            *_dropped(model, kept),
+            *_unplaced(model, {o.key for o in objects}),
         ),
         renamed=_renamed(stacks, model),
         notes=(
@@ -122,7 +121,7 @@ def build_torch_dist_target(model: Model, options: TorchDistOptions) -> TorchDis
             *model.notes,
             *notes,
             *(rng_notes if any(o.key not in kept for o in rng) or not rng else ()),
-            *_losses(model, options, kept | restored),
+            *_losses(model, options, kept),
         ),
     )
     record = _record(model, options, dialect, grid)
@@ -306,15 +305,8 @@ def carried_objects(model: Model, objects: Iterable[TargetObject]) -> frozenset[
     return frozenset(o.key for o in objects if o.key in stored and o.key != COMMON_OBJECT)
 
 
-def restored_objects(model: Model, objects: Iterable[TargetObject]) -> frozenset[str]:
-    """The keys of objects that an `fsdp_dtensor` source keeps beside: they come back byte for byte."""
-    return frozenset(o.key for o in objects if o.key in model.extra_states)
-
-
-def _unplaced(model: Model, keys: Collection[str], options: TorchDistOptions) -> Iterable[str]:
+def _unplaced(model: Model, keys: Collection[str]) -> Iterable[str]:
     """One line for each extra state that holds something and has no place."""
-    if options.weights_only and not model.common.of_torch_dist:
-        return
     for key in model.extra_states:
         if key not in keys:
             yield f"{key}: its FP8 scales have no place in the target, whose modules have other keys"
@@ -354,16 +346,11 @@ def _losses(model: Model, options: TorchDistOptions, kept: Collection[str]) -> l
                 "weights are the masters rounded to the training type: a job that holds them in FP8 quantizes them "
                 "anew"
             )
-    if restored_objects(model, (TargetObject(key, None) for key in kept)) and not model.common.of_torch_dist:
-        notes.append(
-            f"{len(model.extra_states)} Transformer Engine extra states come back as they were, at iteration "
-            f"{model.common.iteration}"
-        )
-    elif options.extra_state and not any(fnmatchcase(key, EXTRA_STATE) for key in kept):
+    if not options.extra_state:
+        notes.append("no Transformer Engine extra states: load with --dist-ckpt-strictness log_all")
+    elif not any(fnmatchcase(key, EXTRA_STATE) for key in kept):
         scaling = ": FP8 scaling starts again" if model.common.arg("fp8") else ""
         notes.append(f"Transformer Engine extra states are written empty{scaling}")
-    elif not options.extra_state:
-        notes.append("no Transformer Engine extra states: load with --dist-ckpt-strictness log_all")
     if model.optimizer_layout is None or options.weights_only:
         return notes
     if model.own_optimizer is not None:
