@@ -21,7 +21,7 @@ from ckpt_tools.formats.storage.files import AnyPath, path_text, read_whole
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
 from ckpt_tools.formats.torch_archive.object_writer import dump_archive
 from ckpt_tools.formats.untrusted_documents import parse_yaml
-from ckpt_tools.megatron.dcp.state_dict import read_state_dict
+from ckpt_tools.megatron.format import FORMATS
 from ckpt_tools.megatron.huggingface.vision.tower_settings import changed_record
 from ckpt_tools.megatron.huggingface.vision.towers import TEXT
 from ckpt_tools.megatron.huggingface.vision.vision_language import VISION
@@ -47,7 +47,6 @@ from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import Target, TargetObject, TargetTensor
 from ckpt_tools.model.views import Insert, Narrow, Place, Source, Step
-from ckpt_tools.verify.checkpoint.meaning import fsdp_weights, torch_dist_weights
 
 _NUMBER = re.compile(r"(\d+)(?=\.)")
 _NATURAL = ("none", "fully_reshardable", "non_distributed")
@@ -176,13 +175,7 @@ def _parts(
 def choose_cut(opened: Opened, layers: str, block: str | None) -> Cut:
     """The layers to keep, from `start:stop` as Python counts."""
     kind = opened.location.kind
-    if kind == "dcp":
-        names = list(read_state_dict(opened.catalog).weights)
-    elif kind == "fsdp_dtensor":
-        names = [weight.name for weight in fsdp_weights(opened.catalog)]
-    else:
-        names = [weight.name for weight in torch_dist_weights(opened.catalog)[0]]
-    counts = layer_counts(names)
+    counts = layer_counts(FORMATS[kind].weights(opened.catalog).shapes)
     blocks = {name: n for name, n in counts.items() if ".mtp." not in f".{name}"}
     if block is None:
         block = "decoder.layers." if "decoder.layers." in blocks else next(iter(blocks), "")

@@ -31,7 +31,6 @@ from ckpt_tools.megatron.keys import (
     group_key,
     model_name,
     rank_of,
-    rng_key,
     split_half,
 )
 from ckpt_tools.megatron.run_state.common_state import CommonState
@@ -173,12 +172,6 @@ def rng_ranks_in(tree: Mapping[str, Any]) -> dict[tuple[int, int], object]:
     return {
         rank: rng_at(states, f"rng_state.{name}") for name, states in named if (rank := rank_of(str(name)))
     }
-
-
-def rng_ranks(catalog: Catalog) -> set[tuple[int, int]]:
-    """The (pp, tp) ranks whose rng states are stored."""
-    keys = (*catalog.tensors, *catalog.objects)
-    return {(found.pp, found.tp) for found in map(rng_key, keys) if found}
 
 
 class SmallValues:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ckpt_tools.megatron.format import Weight
 from ckpt_tools.megatron.hybrid import is_hybrid, says_hybrid
 from ckpt_tools.megatron.keys import HALVES, decoder_layer
 from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.megatron.run_state.settings import settings_from_model_config
 from ckpt_tools.megatron.torch_dist.stacking import layer_counts
 from ckpt_tools.model.choices import CheckpointKind
-from ckpt_tools.verify.checkpoint.meaning import Weight
 from ckpt_tools.verify.checkpoint.model_rules import expert_layers, model_parts, model_sizes, mtp_layers
 from ckpt_tools.verify.readiness.facts import Facts, Stored
 from ckpt_tools.verify.readiness.job import Job
