@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
@@ -37,7 +36,7 @@ from ckpt_tools.megatron.fsdp_dtensor.entries import (
 from ckpt_tools.megatron.fsdp_dtensor.flatten import unflatten
 from ckpt_tools.megatron.fsdp_dtensor.read import fsdp_model
 from ckpt_tools.megatron.fsdp_dtensor.write import NOT_LOADED
-from ckpt_tools.megatron.keys import BUFFERS, COMMON_ITEMS, NESTED_STATES, STEP
+from ckpt_tools.megatron.keys import BUFFERS, COMMON_ITEMS, NESTED_STATES, STEP, left_out_by
 from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.megatron.run_state.record import read_record
 from ckpt_tools.megatron.run_state.stored_values import checked_field, fields_at
@@ -78,7 +77,9 @@ def dcp_model(
     if not is_megatron(found):
         raise not_megatron(files.location, found)
     _refuse_parts(files.location, common)
-    _refuse_twins(Counter(map(_unwrapped, found.weights)))
+    names = Counter(map(_unwrapped, found.weights))
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise MappingError("weights that are one without their wrappers:\n" + list_problems(twice), twice)
     values = SmallValues(files, trust_pickle)
     kinds, groups, notes = _optimizers(found, catalog, values, rounds, weights_only)
     nested, dropped = _nested(found, catalog, values)
@@ -103,11 +104,7 @@ def dcp_model(
 
 
 def refuse_group_map(location: str, catalog: Catalog) -> None:
-    """Nothing, for what may be a model.
-
-    Raises:
-        UnsupportedCheckpointError: it is what `--dump-param-to-param-group-map` writes.
-    """
+    """Raise UnsupportedCheckpointError if it is what `--dump-param-to-param-group-map` writes."""
     if is_group_map(catalog):
         raise UnsupportedCheckpointError(
             f"{location} is not a model but the map of one: the parameter group of each of {len(catalog.objects)} "
@@ -315,12 +312,6 @@ def _tensor(
     )
 
 
-def _refuse_twins(names: Counter[str]) -> None:
-    """Nothing, where every tensor has a name of its own."""
-    if twice := [name for name, count in names.items() if count > 1]:
-        raise MappingError("weights that are one without their wrappers:\n" + list_problems(twice), twice)
-
-
 def _unwrapped(name: str) -> str:
     """Without the segments that wrappers (DDP, FSDP, Megatron-FSDP, torch.compile) put in front or inside."""
     name = without_segments(name)
@@ -334,7 +325,7 @@ def _nested(
 ) -> tuple[dict[tuple[str | int, ...], object], Iterable[str]]:
     """The leaves of nested states by path, and a line for each key that is left out."""
     nested: dict[tuple[str | int, ...], object] = {}
-    dropped, unknown = list[str](), list[str]()
+    others = list[str]()
     for key in found.others:
         if key.startswith(NESTED_STATES):
             of_tensor = key in catalog.tensors
@@ -343,12 +334,5 @@ def _nested(
             )
             nested[nested_path(catalog, key)] = value
         elif key not in COMMON_ITEMS:
-            why = next((why for glob, why in _DROPPED if fnmatchcase(key, glob)), None)
-            (dropped if why else unknown).append(f"{key}: {why}" if why else key)
-    if unknown:
-        raise MappingError(
-            "the checkpoint holds keys that no rule accounts for; leave them out with --ignore-keys GLOB if the "
-            "target can do without them:\n" + list_problems(unknown),
-            unknown,
-        )
-    return nested, dropped
+            others.append(key)
+    return nested, left_out_by(_DROPPED, others)

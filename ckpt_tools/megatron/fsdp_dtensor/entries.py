@@ -10,7 +10,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +28,7 @@ from ckpt_tools.megatron.keys import (
     canonical_kind,
     fsdp_state,
     group_key,
+    left_out_by,
     model_name,
     rank_of,
     split_half,
@@ -229,7 +229,8 @@ def _sort_keys(
             nested[nested_path(catalog, key)] = values.load(stored.item)
         elif key not in COMMON_ITEMS:
             rest.append(key)
-    return weights, states, groups, nested, tuple(_dropped(rest, weights_only))
+    rules = (*_DROPPED, *([("optimizer.*", "--weights-only")] if weights_only else []))
+    return weights, states, groups, nested, tuple(left_out_by(rules, rest))
 
 
 def nested_path(catalog: Catalog, key: str) -> Path:
@@ -237,23 +238,6 @@ def nested_path(catalog: Catalog, key: str) -> Path:
     known = catalog.planner_paths.get(key)
     path = known if known is not None and len(known) > 1 else key.split(".")
     return tuple(int(part) if isinstance(part, str) and part.isdigit() else part for part in path)
-
-
-def _dropped(keys: Iterable[str], weights_only: bool) -> Iterable[str]:
-    unknown = []
-    rules = (*_DROPPED, *([("optimizer.*", "--weights-only")] if weights_only else []))
-    for key in keys:
-        reason = next((why for glob, why in rules if fnmatchcase(key, glob)), None)
-        if reason is None:
-            unknown.append(key)
-        else:
-            yield f"{key}: {reason}"
-    if unknown:
-        raise MappingError(
-            "the checkpoint holds keys that no rule accounts for; leave them out with --ignore-keys GLOB if the "
-            "target can do without them:\n" + list_problems(unknown),
-            unknown,
-        )
 
 
 def _join(weights: Mapping[str, TensorEntry], states: _States, values: SmallValues) -> tuple[FsdpTensor, ...]:

@@ -12,7 +12,7 @@ from ckpt_tools.megatron.fsdp_dtensor.tensors import TORCH_ADAM_FIELDS
 from ckpt_tools.megatron.keys import BUFFERS, split_expert, split_projection
 from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, stored_name
 from ckpt_tools.megatron.run_state.settings import read_settings, training_dtype
-from ckpt_tools.megatron.torch_dist.optimizers import expected_states, refuse_missing_states
+from ckpt_tools.megatron.torch_dist.optimizers import refuse_missing_states
 from ckpt_tools.model.choices import LayerSpec
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.model import Model, Parameter
@@ -43,7 +43,7 @@ def fsdp_model(
     group_of: dict[str, int] = {}
     if with_optimizer:
         held = {kind for tensor in source.tensors for kind in tensor.states}
-        refuse_missing_states(held, expected_states(source.common, list(source.groups.values())))
+        refuse_missing_states(held, source.common, list(source.groups.values()))
         groups, group_of = _groups(source)
     return Model(
         catalog=source.catalog,

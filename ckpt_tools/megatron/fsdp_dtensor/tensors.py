@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.fsdp_dtensor.flatten import Path, dotted, leaves
 from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter
 from ckpt_tools.megatron.keys import (
@@ -119,30 +119,6 @@ def roles_of(parameter: LiveParameter) -> tuple[str, ...]:
         return stored[0].states
     known = dict.fromkeys(role for p in stored for role in p.states)
     return tuple(role for role in known if has_role(parameter, role))
-
-
-def check_states(parameters: Iterable[LiveParameter], with_masters: bool, mixed: bool = False) -> None:
-    """Nothing, when no parameter holds only a part of what others hold. Weights in fp32 need no master.
-
-    Raises:
-        MappingError: some do, and they are not `mixed`, Lion's and Adam's.
-    """
-    held: dict[frozenset[str], list[LiveParameter]] = {}
-    for parameter in parameters:
-        kinds = set(roles_of(parameter))
-        if with_masters and running_dtype(parameter) == "float32":
-            kinds.add(MASTER)
-        held.setdefault(frozenset(kinds), []).append(parameter)
-    problems = [
-        f"{p.name}: no {', '.join(sorted(next(other for other in held if kinds < other) - kinds))}"
-        for kinds, found in held.items()
-        if any(kinds < other for other in held)
-        for p in found
-    ]
-    if problems and not mixed:
-        raise MappingError(
-            "optimizer states are missing that other parameters have:\n" + list_problems(problems), problems
-        )
 
 
 def model_tensors(parameter: LiveParameter, prefix: str, dtype: str | None) -> Iterator[TargetTensor]:

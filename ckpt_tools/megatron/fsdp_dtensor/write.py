@@ -16,11 +16,11 @@ from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter, live_para
 from ckpt_tools.megatron.fsdp_dtensor.tensors import (
     Prefixes,
     backfill_groups,
-    check_states,
     group_objects,
     model_tensors,
     rng_items,
     roles_of,
+    running_dtype,
     state_prefix,
     state_tensors,
     step_tensors,
@@ -40,9 +40,8 @@ from ckpt_tools.megatron.param_groups import Membership, derive_memberships, mer
 from ckpt_tools.megatron.run_state.bridge import ARGS_FROM_MODEL_CONFIG, args_from_model_config
 from ckpt_tools.megatron.run_state.record import Size
 from ckpt_tools.megatron.torch_dist.optimizers import (
-    expected_states,
-    mixes_lion_and_adam,
     refuse_missing_states,
+    refuse_partial_states,
 )
 from ckpt_tools.megatron.torch_dist.stacking import layer_counts
 from ckpt_tools.megatron.vocab import VocabChange, Vocabulary, resize_vocab, told_tokens, vocabulary
@@ -131,11 +130,16 @@ def trained_parameters(
     if options.weights_only:
         return None
     if model.optimizer_layout is not None or model.groups:
-        refuse_missing_states(model.roles, expected_states(model.common, model.groups))
+        refuse_missing_states(model.roles, model.common, model.groups)
     if model.optimizer_layout is None:
         return None
     trained = [p for p in parameters if roles_of(p)]
-    check_states(trained, MASTER in model.roles, mixes_lion_and_adam(model.common))
+    with_masters = MASTER in model.roles
+    held = (
+        (p.name, {*roles_of(p), *([MASTER] if with_masters and running_dtype(p) == "float32" else [])})
+        for p in trained  # weights in fp32 need no master
+    )
+    refuse_partial_states(held, model.common)
     return trained
 
 

@@ -33,50 +33,37 @@ class ModelSettings:
 def read_settings(common: CommonState) -> ModelSettings:
     """Settings of the run that wrote a checkpoint; nothing is known when it kept neither args nor a configuration."""
     if common.args:
-        return settings_from_args(common.args)
-    if common.model_config:
-        return settings_from_model_config(common.model_config)
-    return ModelSettings()
+        return settings_of(common.args)
+    return settings_of(common.model_config, bridge=True) if common.model_config else ModelSettings()
 
 
-def settings_from_args(args: Mapping[str, Any]) -> ModelSettings:
-    """Settings of a Megatron-LM `args` namespace, given as a mapping."""
-    bf16, fp16 = args.get("bf16"), args.get("fp16")
+def settings_of(settings: Mapping[str, Any], bridge: bool = False) -> ModelSettings:
+    """Settings of Megatron-LM's `args`, or of the `model` section of a Megatron-`bridge` `run_config.yaml`."""
+    get = settings.get
+    hybrid, implementation = says_hybrid(settings), get("transformer_impl")
+    is_fp8 = any(map(get, ("fp8", "fp8_param", "fp8_param_gather")))
     return ModelSettings(
-        swiglu=_maybe_bool(args.get("swiglu")),
-        local_norms=_local_norms(args),
-        hybrid=says_hybrid(args),
-        grouped_experts=_maybe_bool(args.get("moe_grouped_gemm")),
-        fused_mla_down=bool(args.get("mla_down_proj_fusion")),
-        half_precision=None if bf16 is None and fp16 is None else bool(bf16 or fp16),
-        num_layers=args.get("num_layers"),
-        tp=args.get("tensor_model_parallel_size"),
-        fp8_recipe=_fp8_recipe(args),
+        swiglu=_swiglu_of_bridge(settings) if bridge else _maybe_bool(get("swiglu")),
+        local_norms=False if hybrid else None if implementation is None else implementation == "local",
+        hybrid=hybrid,
+        grouped_experts=_maybe_bool(get("moe_grouped_gemm")),
+        fused_mla_down=bool(get("mla_down_proj_fusion")),
+        half_precision=None
+        if get("bf16") is None and get("fp16") is None
+        else bool(get("bf16") or get("fp16")),
+        num_layers=get("num_layers"),
+        tp=get("tensor_model_parallel_size"),
+        bridge=bridge,
+        fp8_recipe=str(get("fp8_recipe") or "delayed") if is_fp8 else None,
     )
 
 
-def settings_from_model_config(model: Mapping[str, Any]) -> ModelSettings:
-    """Settings of the `model` section of a Megatron-Bridge `run_config.yaml`.
-
-    Bridge splits fc1 only for a gated unit whose activation is silu (training/checkpointing.py).
-    """
+def _swiglu_of_bridge(model: Mapping[str, Any]) -> bool | None:
+    """Bridge splits fc1 only for a gated unit whose activation is silu (training/checkpointing.py)."""
     gated, activation = model.get("gated_linear_unit"), model.get("activation_func")
     target = activation.get("_target_", "") if isinstance(activation, Mapping) else str(activation or "")
-    bf16, fp16 = model.get("bf16"), model.get("fp16")
-    return ModelSettings(
-        swiglu=None
-        if gated is None
-        else bool(gated) and target.rpartition(".")[2].lower() in ("silu", "swish"),
-        local_norms=_local_norms(model),
-        hybrid=says_hybrid(model),
-        grouped_experts=_maybe_bool(model.get("moe_grouped_gemm")),
-        fused_mla_down=bool(model.get("mla_down_proj_fusion")),
-        half_precision=None if bf16 is None and fp16 is None else bool(bf16 or fp16),
-        num_layers=model.get("num_layers"),
-        tp=model.get("tensor_model_parallel_size"),
-        bridge=True,
-        fp8_recipe=_fp8_recipe(model),
-    )
+    is_silu = target.rpartition(".")[2].lower() in ("silu", "swish")
+    return None if gated is None else bool(gated) and is_silu
 
 
 def training_dtype(common: CommonState) -> str | None:
@@ -96,20 +83,6 @@ def training_dtype(common: CommonState) -> str | None:
 
 def _maybe_bool(value: object) -> bool | None:
     return None if value is None else bool(value)
-
-
-def _fp8_recipe(settings: Mapping[str, Any]) -> str | None:
-    """The recipe of a run that computes in FP8: what decides is whether its weights are FP8 numbers."""
-    if any(settings.get(name) for name in ("fp8", "fp8_param", "fp8_param_gather")):
-        return str(settings.get("fp8_recipe") or "delayed")
-    return None
-
-
-def _local_norms(settings: Mapping[str, Any]) -> bool | None:
-    if says_hybrid(settings):
-        return False
-    implementation = settings.get("transformer_impl")
-    return None if implementation is None else implementation == "local"
 
 
 FP8 = "float8_e4m3fn"

@@ -14,7 +14,7 @@ Chains, as {0: Muon, 1: Adam}, and their groups are read by position: the common
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from ckpt_tools.errors import MappingError, list_problems
@@ -25,7 +25,6 @@ from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.megatron.run_state.stored_values import only_one, optimizer_groups
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.model import Parameter
-from ckpt_tools.model.roles import MASTER
 
 _STATES = {"adam": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "sgd": ("momentum_buffer",)}
 
@@ -67,12 +66,11 @@ def expected_states(common: CommonState, groups: Sequence[Mapping[str, Any]]) ->
     return Expected(kinds, why)
 
 
-def refuse_missing_states(held: Iterable[str], expected: Expected) -> None:
-    """Nothing, when a state of every kind is there.
-
-    Raises:
-        MappingError: a kind is missing entirely.
-    """
+def refuse_missing_states(
+    held: Iterable[str], common: CommonState, groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise MappingError if a kind of state is missing entirely."""
+    expected = expected_states(common, groups)
     missing = expected.missing(held)
     if missing:
         raise MappingError(
@@ -95,18 +93,13 @@ def mixes_lion_and_adam(common: CommonState) -> bool:
     return "lion" in (common.arg("optimizer"), common.arg("muon_scalar_optimizer"))
 
 
-def refuse_partial_states(parameters: Iterable[Parameter], common: CommonState) -> None:
-    """Nothing, when no parameter has only a part of the states that others have.
-
-    Raises:
-        MappingError: some have, and no optimizer is known to do that.
-    """
+def refuse_partial_states(states: Iterable[tuple[str, Set[str]]], common: CommonState) -> None:
+    """Raise MappingError if some parameter (name, kinds of state) has only a part of the states that others have."""
     if mixes_lion_and_adam(common):
         return
     held: dict[frozenset[str], list[str]] = {}
-    for p in parameters:
-        if p.states:
-            held.setdefault(frozenset(p.states) - {MASTER}, []).append(p.name)
+    for name, kinds in states:
+        held.setdefault(frozenset(kinds), []).append(name)
     problems = [
         f"{name}: no {', '.join(sorted(more - kinds))}"
         for kinds, names in held.items()

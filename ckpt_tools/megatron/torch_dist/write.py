@@ -27,7 +27,6 @@ from ckpt_tools.megatron.torch_dist.grids import (
     rng_objects,
 )
 from ckpt_tools.megatron.torch_dist.optimizers import (
-    expected_states,
     is_distributed,
     refuse_missing_states,
     refuse_partial_states,
@@ -172,8 +171,9 @@ def _common_state(model: Model, options: TorchDistOptions) -> tuple[dict[str, An
         common["opt_param_scheduler"] = dict(model.scheduler)
     if model.optimizer_layout is None:
         return common, ()
-    refuse_missing_states(model.roles, expected_states(model.common, model.groups))
-    refuse_partial_states(model.parameters, model.common)
+    refuse_missing_states(model.roles, model.common, model.groups)
+    held = ((p.name, set(p.states) - {MASTER}) for p in model.parameters if p.states)
+    refuse_partial_states(held, model.common)
     if model.own_optimizer is not None:
         common["optimizer"] = model.own_optimizer
         if is_distributed(model.own_optimizer):
