@@ -71,10 +71,10 @@ class Value:
 
 def concat(name: str, parts: Sequence[Value], rows: int | None = None) -> Value:
     """The parts of `name` one after another along the first axis; zeros behind them where `rows` are more."""
+    if len(parts) == 1 and rows in (None, *parts[0].shape[:1]):
+        return parts[0]
     whole = sum([part.shape[0] for part in parts])
     shape = (whole if rows is None else rows, *parts[0].shape[1:])
-    if len(parts) == 1 and parts[0].shape == shape:
-        return parts[0]
     sources, at = list[Source](), 0
     for part in parts:
         sources += part.seen(Place((at, *(0,) * (len(shape) - 1)), shape)).sources

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.errors import MappingError, UsageError
-from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpTensor
-from ckpt_tools.megatron.fsdp_dtensor.parameters import live_parameters, stored_parameters
+from ckpt_tools.megatron.fsdp_dtensor.parameters import FsdpTensor, live_parameters, stored_parameters
 from ckpt_tools.megatron.names import DIALECTS, ModelStyle
 from ckpt_tools.megatron.torch_dist.stacking import slices_of
 from ckpt_tools.model.catalog import TensorEntry, Value

@@ -14,9 +14,9 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.locate.detect import Location
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
-from ckpt_tools.megatron.fsdp_dtensor.entries import read_fsdp_source
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.fsdp_dtensor.parameters import packed_projections
+from ckpt_tools.megatron.fsdp_dtensor.read import read_fsdp_source
 from ckpt_tools.megatron.fsdp_dtensor.regroup import Relayout, build_relayout
 from ckpt_tools.megatron.names import ModelStyle
 from ckpt_tools.megatron.run_state.common_state import CommonState

@@ -8,8 +8,8 @@ from functools import cache
 from typing import NamedTuple
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpSource
 from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter, part_order, split_part
+from ckpt_tools.megatron.fsdp_dtensor.read import FsdpSource
 from ckpt_tools.megatron.fsdp_dtensor.write import FsdpTarget
 from ckpt_tools.megatron.keys import BUFFERS
 from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, ModelStyle

@@ -25,16 +25,16 @@ from ckpt_tools.megatron.dcp.state_dict import (
     without_segments,
 )
 from ckpt_tools.megatron.dcp.write import ADAM_FIELDS, INITIAL_LR
-from ckpt_tools.megatron.fsdp_dtensor.entries import (
+from ckpt_tools.megatron.fsdp_dtensor.flatten import unflatten
+from ckpt_tools.megatron.fsdp_dtensor.parameters import FsdpTensor
+from ckpt_tools.megatron.fsdp_dtensor.read import (
     FsdpSource,
-    FsdpTensor,
     SmallValues,
+    fsdp_model,
     nested_path,
     rng_ranks_in,
     step_number,
 )
-from ckpt_tools.megatron.fsdp_dtensor.flatten import unflatten
-from ckpt_tools.megatron.fsdp_dtensor.read import fsdp_model
 from ckpt_tools.megatron.fsdp_dtensor.write import NOT_LOADED
 from ckpt_tools.megatron.keys import BUFFERS, COMMON_ITEMS, NESTED_STATES, STEP, left_out_by
 from ckpt_tools.megatron.run_state.common_state import CommonState

@@ -7,8 +7,7 @@
 * `gating`: which fc1 weights are written in halves
 * `tensors`: the keys, and what stands under them
 * `flatten`: nested values as leaves under dotted keys
-* `entries`: the keys taken apart again
 * `stages`: layers that have the numbers of a pipeline stage
-* `read`: the checkpoint as a `Model`
+* `read`: the keys taken apart again; the checkpoint as a `Model`
 * `regroup`: the same checkpoint for another topology
 """

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckpt_tools.errors import MappingError, UsageError, list_problems
-from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpTensor
 from ckpt_tools.megatron.hybrid import is_hybrid
 from ckpt_tools.megatron.keys import HALVES, split_expert, split_expert_half, split_projection
 from ckpt_tools.megatron.names import (
@@ -34,6 +33,7 @@ from ckpt_tools.megatron.names import (
 from ckpt_tools.model.catalog import Value, concat
 from ckpt_tools.model.many import many
 from ckpt_tools.model.model import Parameter
+from ckpt_tools.model.roles import WEIGHT
 
 
 class Rows(NamedTuple):
@@ -149,6 +149,25 @@ def part_order(base: str, parts: Iterable[str]) -> tuple[str, ...]:
         if found == set(order):
             return order
     raise MappingError(f"{base}: parts {sorted(found)} do not make a whole fused projection")
+
+
+@dataclass(frozen=True, slots=True)
+class FsdpTensor:
+    """One parameter or buffer of the running model; `shape` is global and unsplit, in elements.
+
+    Kinds of `values` are `WEIGHT` and the optimizer's own (exp_avg, ...). `step` is torch Adam's, which stands beside
+    the states; a fused Adam keeps it in the group.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    values: Mapping[str, Value]
+    step: float | None = None
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Kinds of optimizer state that are stored."""
+        return tuple(kind for kind in self.values if kind != WEIGHT)
 
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ckpt_tools.errors import MappingError, UsageError, list_problems
-from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpSource
 from ckpt_tools.megatron.fsdp_dtensor.parameters import StoredParameter, packed_projections, stored_parameters
+from ckpt_tools.megatron.fsdp_dtensor.read import FsdpSource
 from ckpt_tools.megatron.keys import STEP, parameter_of, rng_key, role_of
 from ckpt_tools.megatron.run_state.record import Size
 from ckpt_tools.model.catalog import Catalog, Item, concat
