@@ -83,7 +83,8 @@ def live_parameters(
     live = []
     for parameter, name, base, part in named:
         if part is None or (base in parts and base not in fused):
-            live.append(_single(parameter, name, base, dialect))
+            rows = (Rows(parameter, 0, parameter.shape[0] if parameter.shape else 1),)
+            live.append(_named(name, base, dialect, parameter.shape, rows))
         elif base in parts:  # the fused tensor stands where its first part stood
             live.append(_fused(base, parts.pop(base), dialect, tp))
     return live
@@ -106,11 +107,6 @@ def _kept_apart(parts: Iterable[str], dialect: Dialect) -> bool:
     if found & set(MLA_DOWN):
         return not dialect.mla_fused_in_state
     return "query" in found and not dialect.gdn_fused_in_state  # a gated delta net's; Mamba has other names
-
-
-def _single(parameter: Parameter, name: str, group: str, dialect: Dialect) -> LiveParameter:
-    count = parameter.shape[0] if parameter.shape else 1
-    return _named(name, group, dialect, parameter.shape, (Rows(parameter, 0, count),))
 
 
 def _named(

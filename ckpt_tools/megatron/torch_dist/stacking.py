@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import NamedTuple, TypeAlias
 
 from ckpt_tools.errors import MappingError, list_problems
@@ -63,7 +64,9 @@ def sort_keys(catalog: Catalog) -> SortedKeys:
     """Every key of the catalog, as parameters, optimizer keys and objects."""
     optimizer = [key for key in catalog.tensors if is_optimizer_key(key)]
     weights = [entry for key, entry in catalog.tensors.items() if not is_optimizer_key(key)]
-    parameters = without_wrapper([parameter for entry in weights for parameter in slices_of(entry)])
+    parameters = [parameter for entry in weights for parameter in slices_of(entry)]
+    if all(p.name.startswith("module.") for p in parameters):  # NeMo 2 puts it in front of every name
+        parameters = [p._replace(name=p.name.removeprefix("module.")) for p in parameters]
     problems = [
         f"{e.key}: adapter weights (LoRA) are not part of a whole model; {other or 'merge-adapter merges them'}"
         for e in weights
@@ -75,13 +78,6 @@ def sort_keys(catalog: Catalog) -> SortedKeys:
             "the weights do not make a whole Megatron model:\n" + list_problems(problems), problems
         )
     return SortedKeys(tuple(parameters), tuple(optimizer), tuple(catalog.objects))
-
-
-def without_wrapper(parameters: list[Slice]) -> list[Slice]:
-    """The parameters without the `module.` that NeMo 2 puts in front of every name."""
-    if not all(p.name.startswith("module.") for p in parameters):
-        return parameters
-    return [p._replace(name=p.name.removeprefix("module.")) for p in parameters]
 
 
 def slices_of(entry: TensorEntry) -> list[Slice]:
@@ -197,7 +193,9 @@ def stack_parameters(
 
     `stacked` overrides what the args say, but not what is impossible.
     """
-    _refuse_gaps(parameters)
+    problems = missing_layers(p.name for p in parameters)
+    if problems:
+        raise MappingError("the model is not whole:\n" + list_problems(problems), problems)
     places = [_place(p.name) for p in parameters]
     as_stack, notes = _choose(parameters, places, common, stacked)
     members: dict[str, dict[tuple[int, ...], Parameter]] = {}
@@ -206,7 +204,6 @@ def stack_parameters(
         key = f"{block}{rest}" if is_stacked else parameter.name
         index = (layer if is_stacked else None, parameter.expert)
         members.setdefault(key, {})[tuple(i for i in index if i is not None)] = parameter
-    problems: list[str] = []
     stacks = [_stack(key, found, problems) for key, found in members.items()]
     if problems:
         raise MappingError(
@@ -240,12 +237,6 @@ def _joined_half(name: str, twins: Mapping[str, Parameter]) -> Parameter:
     values = {role: concat(name, [p.values[role] for p in parts]) for role in first.values}
     shape = (first.shape[0] * len(parts), *first.shape[1:])
     return replace(first, name=name, shape=shape, values=values, origin=first.origin.removesuffix(HALVES[0]))
-
-
-def _refuse_gaps(parameters: Sequence[Parameter]) -> None:
-    problems = missing_layers(p.name for p in parameters)
-    if problems:
-        raise MappingError("the model is not whole:\n" + list_problems(problems), problems)
 
 
 def _place(name: str) -> _Place:
@@ -335,9 +326,7 @@ def _stack(key: str, members: dict[tuple[int, ...], Parameter], problems: list[s
     shapes = {p.shape for p in members.values()}
     if len(shapes) > 1:
         problems.append(f"{key}: its layers or experts have different shapes {sorted(shapes)}")
-    expected = 1
-    for length in lead:
-        expected *= length
+    expected = prod(lead)
     if len(members) != expected:
         problems.append(f"{key}: {len(members)} of {expected} (layer, expert) slices are there")
     return Stack(key, lead, dict(sorted(members.items())))

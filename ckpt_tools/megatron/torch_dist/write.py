@@ -265,16 +265,13 @@ def _weight_dtype(stack: Stack, stored: str, model: Model, options: TorchDistOpt
     is_frozen = model.optimizer_layout is not None and not first.states
     if stored not in CASTABLE or is_frozen or stack.key.endswith(BUFFERS):
         return stored
-    return options.dtype or first.dtype or _need_dtype(stack.key, stored)
-
-
-def _need_dtype(key: str, stored: str) -> str:
-    if stored == "float32":
+    known = options.dtype or first.dtype
+    if known is None and stored == "float32":
         raise UsageError(
-            f"{key} is stored as an fp32 master, and neither args nor run_config.yaml name the type the model is "
-            "trained in; pass --dtype"
+            f"{stack.key} is stored as an fp32 master, and neither args nor run_config.yaml name the type the model "
+            "is trained in; pass --dtype"
         )
-    return stored
+    return known or stored
 
 
 def _extra_keys(

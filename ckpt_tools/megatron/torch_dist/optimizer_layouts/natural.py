@@ -20,7 +20,7 @@ from ckpt_tools.megatron.keys import canonical_kind, state_key
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates, StateTensor
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.roles import MASTER
-from ckpt_tools.model.views import Defragment, Permute, Shape, Source, Step, View
+from ckpt_tools.model.views import Defragment, Permute, Shape, Source, View
 
 _EXPERT_WEIGHT = re.compile(r"^(?P<module>.*\bexperts\.experts\.)linear_fc(?P<fc>[12])\.weight$")
 
@@ -31,7 +31,7 @@ def state_view(stored: Shape, weight: Shape, original: Shape | None, transposed:
     `original` is what `mcore_data` notes for the key; without a note the shape of the weight stands in. A
     state of the weight's own rank is stored as it is (1-D states before core 0.11, all states since 0.16).
     """
-    shape = _swap_last(weight) if transposed else weight
+    shape = (*weight[:-2], weight[-1], weight[-2]) if transposed else weight
     if stored == weight and original in (None, weight):
         return ()
     if original not in (None, shape):
@@ -40,8 +40,8 @@ def state_view(stored: Shape, weight: Shape, original: Shape | None, transposed:
         raise ValueError(f"has shape {stored}, but the weight has shape {weight}")
     undo = Defragment(shape, stored[:-1])
     undo.shape(stored)
-    steps: tuple[Step, ...] = (undo,)
-    return (*steps, _swap_step(len(weight))) if transposed else steps
+    rank = len(weight)
+    return (undo, Permute((*range(rank - 2), rank - 1, rank - 2))) if transposed else (undo,)
 
 
 def expert_transposition(
@@ -89,14 +89,6 @@ def _reads(
     return uncut == 1
 
 
-def _swap_last(shape: Shape) -> Shape:
-    return (*shape[:-2], shape[-1], shape[-2])
-
-
-def _swap_step(rank: int) -> Permute:
-    return Permute((*range(rank - 2), rank - 1, rank - 2))
-
-
 _STATE_DTYPES = frozenset({"float32", "bfloat16", "float16", "float64"})
 
 
@@ -112,13 +104,10 @@ def are_remainders(kind: str, entry: TensorEntry) -> bool:
 
 
 def refuse_encoded(entries: Iterable[TensorEntry]) -> None:
-    """Nothing, when every state is stored as plain floating-point numbers.
+    """Raise UnsupportedCheckpointError if a state is not stored as plain floating-point numbers.
 
     A precision-aware optimizer can keep int16 remainders, of which `remainders` makes masters in the layouts that are
     known to have them, or scaled 8-bit states; neither is a value by itself.
-
-    Raises:
-        UnsupportedCheckpointError: some state is not.
     """
     encoded = [f"{e.key} is {e.dtype}" for e in entries if e.dtype not in _STATE_DTYPES]
     if encoded:
