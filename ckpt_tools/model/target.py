@@ -96,13 +96,16 @@ def rebase(
         replace(
             target,
             sources=tuple(
-                source
-                for old in target.sources
-                for base in [bases[old.key].sources]
-                for source in [Source(one.key, (*one.view, *old.view)) for one in base]
-                if len(base) == 1 or push_piece(source.view, chunk_piece(full_box(stored[source.key])))
+                source for old in target.sources for source in _through(old, bases[old.key], stored)
             ),
             zero_filled=target.zero_filled or any(bases[old.key].zero_filled for old in target.sources),
         )
         for target in targets
     ]
+
+
+def _through(old: Source, base: Value, stored: Mapping[str, Shape]) -> Sequence[Source]:
+    found = [Source(source.key, (*source.view, *old.view)) for source in base.sources]
+    if len(found) == 1:
+        return found
+    return [s for s in found if push_piece(s.view, chunk_piece(full_box(stored[s.key])))]
