@@ -85,6 +85,11 @@ def test_optimizer_keys(key: str) -> None:
     assert keys.is_optimizer_key(key) is ("optimizer." in key)
 
 
+@pytest.mark.parametrize("key", ["decoder.optimizer.weight", "chained_x.optimizer.state"])
+def test_keys_that_only_look_like_an_optimizers(key: str) -> None:
+    assert not keys.is_optimizer_key(key)
+
+
 @pytest.mark.parametrize(
     ("key", "role"),
     [
