@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ckpt_tools.errors import MappingError, UsageError
 from ckpt_tools.megatron.fsdp_dtensor.parameters import FsdpTensor, live_parameters, stored_parameters
-from ckpt_tools.megatron.names import DIALECTS, ModelStyle, depends_on_dialect, group_name, state_name
+from ckpt_tools.megatron.names import DIALECTS, ModelStyle
 from ckpt_tools.megatron.torch_dist.stacking import slices_of
 from ckpt_tools.model.catalog import TensorEntry, Value
 from ckpt_tools.model.model import Parameter
@@ -75,25 +75,6 @@ def test_bridge_keeps_gdn_parts_but_groups_by_the_live_name():
     parts = live(GDN_PARTS, dialect="bridge")
     assert [p.name for p in parts] == list(GDN_PARTS)
     assert {p.group_name for p in parts} == {"decoder.layers.0.self_attention.in_proj.weight"}
-
-
-_SEGMENTS = (
-    "mtp",
-    "mixer",
-    "conv1d",
-    "transformer_layer",
-    "mtp_model_layer",
-    "layers",
-    "0",
-    "weight",
-    "amtp",
-)
-
-
-@given(st.lists(st.sampled_from(_SEGMENTS), min_size=1, max_size=6).map(".".join))
-def test_only_names_that_depend_on_the_dialect_are_spelled_by_it(name):
-    spelled = {spell(name, dialect) for dialect in DIALECTS.values() for spell in (state_name, group_name)}
-    assert depends_on_dialect(name) or spelled == {name}
 
 
 def test_mamba_conv_has_two_spellings():

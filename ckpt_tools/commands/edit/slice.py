@@ -37,7 +37,6 @@ from ckpt_tools.megatron.keys import (
 )
 from ckpt_tools.megatron.run_state.common_state import COMMON_FILE, RUN_CONFIG
 from ckpt_tools.megatron.run_state.layer_settings import Layers, cut_settings
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import StateTensor
 from ckpt_tools.megatron.torch_dist.optimizers import spelled_master
 from ckpt_tools.megatron.torch_dist.read import TorchDistSource, read_torch_dist
 from ckpt_tools.megatron.torch_dist.stacking import layer_counts
@@ -46,7 +45,7 @@ from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import Target, TargetObject, TargetTensor
-from ckpt_tools.model.views import Insert, Narrow, Place, Source, Step
+from ckpt_tools.model.views import Narrow, Source, Step
 
 _NUMBER = re.compile(r"(\d+)(?=\.)")
 _NATURAL = ("none", "fully_reshardable", "non_distributed")
@@ -239,35 +238,16 @@ def _states(source: TorchDistSource, opened: Opened, cut: Cut) -> list[TargetTen
         name = cut.key(key)
         if name is None:
             continue
-        shape = opened.catalog.tensors[key].shape
-        first, count = (
-            (cut.start, cut.stop - cut.start) if cut.is_stacked(key) else (0, shape[0] if shape else 1)
-        )
-        shape = (count, *shape[1:]) if shape else shape
+        value = state.value(key, opened.catalog.tensors[key].shape, stacked_axes(key))
+        if cut.is_stacked(key):
+            value = value.rows(cut.start, cut.stop - cut.start)
         spelled = kind
         if kind == MASTER:
             spelled = "param" if own is None else spelled_master(own, held[key], source.model.roles)
-        sources = _state_sources(state, stacked_axes(key), first, shape)
-        tensors.append(TargetTensor(f"optimizer.state.{spelled}.{name}", state.dtype, shape, sources))
+        tensors.append(
+            TargetTensor(f"optimizer.state.{spelled}.{name}", value.dtype, value.shape, value.sources)
+        )
     return tensors
-
-
-def _state_sources(state: StateTensor, axes: int, first: int, shape: tuple[int, ...]) -> tuple[Source, ...]:
-    """Sources that tile rows `[first, first + shape[0])` of a state, of which `axes` leading axes are stacked."""
-    if state.whole is not None:
-        view = (*state.whole.view, Narrow(0, first, shape[0])) if shape else state.whole.view
-        return (Source(state.whole.key, view),)
-    sources = []
-    for lead, parts in state.slices.items():
-        at = tuple(lead)
-        if axes:
-            at = (lead[0] - first, *lead[1:])
-            if not 0 <= at[0] < shape[0]:
-                continue
-        inserts = tuple(Insert(0) for _ in range(axes))
-        place = Place((*at, *(0,) * (len(shape) - axes)), shape)
-        sources += [Source(part.key, (*part.view, *inserts, place)) for part in parts]
-    return tuple(sources)
 
 
 def _optimizer(model: Model) -> dict[Any, Any]:

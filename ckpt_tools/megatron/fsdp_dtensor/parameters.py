@@ -23,7 +23,6 @@ from ckpt_tools.megatron.names import (
     PART_ORDERS,
     Dialect,
     ModelStyle,
-    depends_on_dialect,
     fuse_local_norm,
     group_name,
     live_name,
@@ -113,8 +112,6 @@ def _named(
     name: str, group: str, dialect: Dialect, shape: tuple[int, ...], rows: tuple[Rows, ...]
 ) -> LiveParameter:
     """A live parameter under the dialect's names."""
-    if not (depends_on_dialect(name) or depends_on_dialect(group)):
-        return LiveParameter(name, group, shape, rows)
     return LiveParameter(state_name(name, dialect), group_name(group, dialect), shape, rows)
 
 

@@ -20,6 +20,7 @@ from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.adapters import not_merged
 from ckpt_tools.megatron.keys import (
     HALVES,
+    Layer,
     expert_of,
     has_expert_axis,
     is_of_transformers,
@@ -178,14 +179,6 @@ _Content: TypeAlias = tuple[str, int | None, tuple[int, ...]]
 """What tells a parameter of one layer from another: rest of its name, expert, shape."""
 
 
-class _Place(NamedTuple):
-    """Where a parameter stands: its block (`decoder.layers.`), its layer there, and the rest of its name."""
-
-    block: str
-    layer: int | None
-    rest: str
-
-
 def stack_parameters(
     parameters: Sequence[Parameter], common: CommonState, stacked: bool | None
 ) -> tuple[list[Stack], list[str]]:
@@ -196,13 +189,13 @@ def stack_parameters(
     problems = missing_layers(p.name for p in parameters)
     if problems:
         raise MappingError("the model is not whole:\n" + list_problems(problems), problems)
-    places = [_place(p.name) for p in parameters]
-    as_stack, notes = _choose(parameters, places, common, stacked)
+    layers = [None if is_of_transformers(p.name) else layer_of(p.name) for p in parameters]
+    as_stack, notes = _choose(parameters, layers, common, stacked)
     members: dict[str, dict[tuple[int, ...], Parameter]] = {}
-    for parameter, (block, layer, rest) in zip(parameters, places, strict=True):
-        is_stacked = layer is not None and as_stack[block]
-        key = f"{block}{rest}" if is_stacked else parameter.name
-        index = (layer if is_stacked else None, parameter.expert)
+    for parameter, layer in zip(parameters, layers, strict=True):
+        in_stack = layer if layer is not None and as_stack[layer.block] else None
+        key = parameter.name if in_stack is None else f"{in_stack.block}{in_stack.leaf}"
+        index = (None if in_stack is None else in_stack.number, parameter.expert)
         members.setdefault(key, {})[tuple(i for i in index if i is not None)] = parameter
     stacks = [_stack(key, found, problems) for key, found in members.items()]
     if problems:
@@ -239,24 +232,20 @@ def _joined_half(name: str, twins: Mapping[str, Parameter]) -> Parameter:
     return replace(first, name=name, shape=shape, values=values, origin=first.origin.removesuffix(HALVES[0]))
 
 
-def _place(name: str) -> _Place:
-    layer = None if is_of_transformers(name) else layer_of(name)
-    return _Place("", None, name) if layer is None else _Place(*layer)
-
-
 def _choose(
     parameters: Sequence[Parameter],
-    places: Sequence[_Place],
+    places: Sequence[Layer | None],
     common: CommonState,
     stacked: bool | None,
 ) -> tuple[dict[str, bool], list[str]]:
     """Whether each block is stacked, and notes."""
     layers: dict[str, dict[int, set[_Content]]] = {}
     stored: dict[str, bool] = {}
-    for p, (block, layer, rest) in zip(parameters, places, strict=True):
-        if layer is not None:
-            stored[block] = bool(stacked_layers(p.origin))
-            layers.setdefault(block, {}).setdefault(layer, set()).add((rest, p.expert, p.shape))
+    for p, place in zip(parameters, places, strict=True):
+        if place is not None:
+            stored[place.block] = bool(stacked_layers(p.origin))
+            of_block = layers.setdefault(place.block, {})
+            of_block.setdefault(place.number, set()).add((place.leaf, p.expert, p.shape))
     reason = _reason_apart(common)
     if stacked is not False and (reason is None or reason.startswith(_FREQUENCIES)):
         _refuse_partial_layers(layers)

@@ -10,7 +10,7 @@ from typing import Any
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.keys import bucket_key, bucket_object, state_key
 from ckpt_tools.megatron.run_state.common_state import CommonState
-from ckpt_tools.model.catalog import Catalog, TensorEntry
+from ckpt_tools.model.catalog import Catalog, TensorEntry, Value, stack
 from ckpt_tools.model.many import many
 from ckpt_tools.model.views import Select, Source, View
 
@@ -68,6 +68,13 @@ class StateTensor:
         if self.whole is None:
             return self.slices.get(lead)
         return (Source(self.whole.key, (*self.whole.view, *selected(lead))),)
+
+    def value(self, name: str, shape: tuple[int, ...], axes: int) -> Value:
+        """All of the state of the weight `name`, of which `axes` leading axes are stacked."""
+        if self.whole is not None:
+            return Value(self.dtype, shape, (self.whole,))
+        parts = {lead: Value(self.dtype, shape[axes:], sources) for lead, sources in self.slices.items()}
+        return stack(name, parts, shape[:axes])
 
 
 @dataclass(frozen=True, slots=True)
