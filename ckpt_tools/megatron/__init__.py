@@ -10,9 +10,7 @@
 * `names`: names of the running model, dialect by dialect
 * `param_groups`: the optimizer's groups, and which parameter is in which
 * `vocab`: padded vocabularies
-* `fp8_held`: which parameters the running model holds in FP8
 * `hybrid`: HybridModel and MambaModel: layers in the order of a pattern
 * `adapters`: low-rank adapters (LoRA): their keys, and which weights they are added to
 * `merged`: a model with adapters merged into its weights
-* `rebase`: targets over parameters, as targets over stored tensors
 """

@@ -20,14 +20,14 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeGuard
 
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.megatron.keys import EXPERTS, expert_of, role_of, stacked_layers, strip_wrappers
-from ckpt_tools.model.catalog import Catalog, TensorEntry, Value
+from ckpt_tools.model.catalog import Catalog, TensorEntry, Value, concat
 from ckpt_tools.model.dtypes import CASTABLE
-from ckpt_tools.model.views import Narrow, Place, Select, Source, View
+from ckpt_tools.model.views import Select
 
 WRAPPED = ".to_wrap."
 _FACTOR = re.compile(
@@ -185,57 +185,49 @@ def _layers(name: FactorName, into: TensorEntry, out: TensorEntry, how: AdapterS
             )
     at, order = stacked[0] if stacked else 0, _row_order(name, out, how)
     found = []
+    left, right = (
+        replace(entry.value, dtype="float64" if entry.dtype == "float64" else "float32")
+        for entry in (out, into)
+    )
     for index in itertools.product(*map(range, lead)):
-        selected = tuple([Select(0, i) for i in index])
+        selected = [Select(0, i) for i in index]
+        rows = left.seen(*selected)
         found.append(
             Adapter(
                 f"{base[:at]}{index[0]}.{base[at:]}" if stacked else base,
                 name.part,
                 index[-1] if each_expert else number,
-                _wide(out, out.shape[-2:], [(*selected, *rows) for rows in order]),
-                _wide(into, into.shape[-2:], [selected]),
+                concat(out.key, [rows.rows(*cut) for cut in order]) if order else rows,
+                right.seen(*selected),
             )
         )
     return found
 
 
-def _wide(entry: TensorEntry, shape: tuple[int, ...], views: Iterable[View]) -> Value:
-    """A stored matrix in a type that holds its numbers and that kernels compute with."""
-    dtype = "float64" if entry.dtype == "float64" else "float32"
-    return Value(dtype, shape, tuple(Source(entry.key, view) for view in views))
-
-
-def _row_order(name: FactorName, out: TensorEntry, how: AdapterSettings) -> list[View]:
-    """The views that show the rows of B in the order of the rows it is added to.
+def _row_order(name: FactorName, out: TensorEntry, how: AdapterSettings) -> list[tuple[int, int]]:
+    """The (first, count) of rows of B in the order of the rows it is added to; none where they stand so.
 
     Bridge stores B of every fc1 as if it had a gate (`apply_swiglu_sharded_factory`): of each tensor-parallel rank's
     rows the first half stands in the first half of the tensor. That is the order of a gated fc1. For the gate or up
     alone, or without a gate, the halves belong together again; chunks show how many ranks there were.
     """
-    rows, rank = out.shape[-2:]
+    rows = out.shape[-2]
     starts = sorted({chunk.box.start[-2] for chunk in out.chunks})
     if not (how.halved and name.module.endswith("linear_fc1")) or len(starts) <= 2:
-        return [()]
+        return []
     if not name.part and how.gated is None:
         raise MappingError(
             f"{out.key}: nothing tells whether fc1 has a gate, on which the order of its rows depends"
         )
     if not name.part and how.gated:
-        return [()]
+        return []
     step = rows // len(starts)
     if len(starts) % 2 or starts != list(range(0, rows, step)):
         raise MappingError(
             f"{out.key}: {len(starts)} chunks of rows at {starts[:6]} are not two for each rank"
         )
     ranks = len(starts) // 2
-    return [
-        (
-            Narrow(0, (half * ranks + owner) * step, step),
-            Place(((owner * 2 + half) * step, 0), (rows, rank)),
-        )
-        for owner in range(ranks)
-        for half in range(2)
-    ]
+    return [((half * ranks + owner) * step, step) for owner in range(ranks) for half in range(2)]
 
 
 def _refuse_lost_experts(adapters: Iterable[Adapter], expert_ranks: int | None) -> None:

@@ -40,9 +40,11 @@ have (ten digits) make a key one of another form, so that nobody computes with t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.model.roles import MASTER, WEIGHT, Role
 
 COMMON_OBJECT = "common_state/shard_0_1"  # the only shard there is: one object, saved by one rank
@@ -332,6 +334,33 @@ def rank_of(text: str) -> tuple[int, int] | None:
     """`(0, 1)` as numbers: how rng states name the (pp, tp) rank that they are of."""
     match = _RANKS.fullmatch(text)
     return (int(match[1]), int(match[2])) if match else None
+
+
+def left_out_by(
+    rules: Sequence[tuple[str, str]], keys: Iterable[str], unknown_keys: bool = False
+) -> list[str]:
+    """A line for each key with the reason that the rules (glob, reason) have; others are refused.
+
+    `unknown_keys` may be there, and count as left out.
+    """
+    dropped, unknown = list[str](), list[str]()
+    for key in keys:
+        reason = next((why for glob, why in rules if fnmatchcase(key, glob)), None)
+        if reason is None:
+            unknown.append(key)
+        else:
+            dropped.append(f"{key}: {reason}")
+    if unknown_keys:
+        return dropped + [f"{key}: no rule accounts for it" for key in unknown]
+    if unknown:
+        of_optimizer = any(map(is_optimizer_key, unknown))
+        weights = "; --weights-only leaves out the whole optimizer" if of_optimizer else ""
+        raise MappingError(
+            "the checkpoint holds keys that no rule accounts for; leave them out with --ignore-keys GLOB if the "
+            f"target can do without them{weights}:\n" + list_problems(unknown),
+            unknown,
+        )
+    return dropped
 
 
 def strip_wrappers(name: str) -> str:

@@ -13,22 +13,22 @@ from typing import NamedTuple
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.adapters import Adapter
 from ckpt_tools.megatron.huggingface.config.read_args import read_model_args
-from ckpt_tools.megatron.rebase import rebase
-from ckpt_tools.model.catalog import Made, TensorEntry, Value, made_entry
+from ckpt_tools.model.catalog import Made, TensorEntry, Value, concat, made_entry
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.kernels.low_rank import AddLowRank
 from ckpt_tools.model.model import Model, Parameter
 from ckpt_tools.model.roles import WEIGHT
-from ckpt_tools.model.target import TargetTensor
-from ckpt_tools.model.views import Narrow, Place, Shape, Source
 
 
 class Rows(NamedTuple):
-    """`size` rows from `start` of a weight are those from `at` of what is added to it."""
+    """`size` rows from `start` of a weight."""
 
     start: int
-    at: int
     size: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.size
 
 
 def merged_model(model: Model, adapters: Sequence[Adapter], alpha: float) -> Model:
@@ -39,13 +39,12 @@ def merged_model(model: Model, adapters: Sequence[Adapter], alpha: float) -> Mod
     names = {p.name for p in model.parameters}
     problems = [f"{a.label}: the base has no such weight" for a in adapters if a.base not in names]
     made: dict[str, TensorEntry] = {}
-    shapes = {key: entry.shape for key, entry in model.catalog.tensors.items()}
     parameters = []
     for parameter in model.parameters:
         its = [a for a in of.get(parameter.name, ()) if a.expert in (None, parameter.expert)]
         weight = parameter.weight
         try:
-            weight = _merged(parameter, its, alpha, _Stored(made, shapes), model) if its else weight
+            weight = _merged(parameter, its, alpha, made, model) if its else weight
         except (MappingError, ValueError) as error:
             problems.append(f"{parameter.name}: {error}")
         parameters.append(replace(parameter, values={WEIGHT: weight}))
@@ -62,57 +61,53 @@ def merged_model(model: Model, adapters: Sequence[Adapter], alpha: float) -> Mod
     )
 
 
-class _Stored(NamedTuple):
-    """Tensors that are made, and the shapes of all there are."""
-
-    made: dict[str, TensorEntry]
-    shapes: dict[str, Shape]
-
-
 def _merged(
-    parameter: Parameter, adapters: Iterable[Adapter], alpha: float, stored: _Stored, model: Model
+    parameter: Parameter,
+    adapters: Iterable[Adapter],
+    alpha: float,
+    made: dict[str, TensorEntry],
+    model: Model,
 ) -> Value:
-    """The weight with the parts of its adapters added."""
+    """The weight with the parts of its adapters added; `made` gets the tensors that are computed for it."""
     main, weight = parameter.main, parameter.weight
     if main.dtype not in CASTABLE or len(main.shape) != 2:
         raise MappingError(f"nothing is added to a {main.dtype} tensor of shape {main.shape}")
     name = parameter.name if parameter.expert is None else f"{parameter.name} of expert {parameter.expert}"
-    sources: list[Source] = []
-    free = [Rows(0, 0, main.shape[0])]
+    parts: dict[int, Value] = {}  # by their first row
+    free = [Rows(0, main.shape[0])]
     for adapter in adapters:
         rows = rows_of(adapter, parameter, model.common.args or model.common.model_config)
         key = f"{name} with its adapter{f' ({adapter.part})' if adapter.part else ''}"
-        whole = (sum(r.size for r in rows), main.shape[1])
-        cuts = [(Narrow(0, r.start, r.size), Place((r.at, 0), whole)) for r in rows]
-        shown = TargetTensor(key, main.dtype, whole, tuple(Source(name, cut) for cut in cuts))
-        (base,) = rebase([shown], {name: main}, stored.shapes)
+        base = concat(name, [main.rows(*r) for r in rows])
         wide = "float64" if main.dtype == "float64" else "float32"
-        inputs = (Value(wide, whole, base.sources, base.zero_filled), adapter.left, adapter.right)
+        inputs = (replace(base, dtype=wide), adapter.left, adapter.right)
         factors = tuple(value.sources[0].key for value in (adapter.left, adapter.right))
         kernel = AddLowRank(main.dtype, alpha / adapter.rank, (factors[0], factors[1]))
-        stored.made[key] = made_entry(key, Made(kernel, inputs))
-        sources += [Source(key, (Narrow(0, r.at, r.size), Place((r.start, 0), main.shape))) for r in rows]
+        made[key] = made_entry(key, Made(kernel, inputs))
+        at = 0
+        for start, size in rows:
+            parts[start] = replace(made[key].value.rows(at, size), dtype=weight.dtype)
+            at += size
         free = [part for one in free for part in _without(one, rows)]
-    kept = tuple(Source(name, (Narrow(0, r.start, r.size), Place((r.start, 0), main.shape))) for r in free)
-    (rest,) = rebase([TargetTensor(name, weight.dtype, main.shape, kept)], {name: weight}, stored.shapes)
-    return Value(weight.dtype, main.shape, (*sources, *rest.sources), rest.zero_filled)
+    parts |= {rows.start: weight.rows(*rows) for rows in free}
+    return concat(name, [parts[start] for start in sorted(parts)])
 
 
 def _without(one: Rows, taken: Iterable[Rows]) -> Iterable[Rows]:
     """What is left of some rows."""
-    start, stop = one.start, one.start + one.size
+    start = one.start
     for rows in sorted(taken):
-        if rows.start + rows.size <= start or rows.start >= stop:
+        if rows.stop <= start or rows.start >= one.stop:
             continue
         if rows.start > start:
-            yield Rows(start, 0, rows.start - start)
-        start = max(start, rows.start + rows.size)
-    if start < stop:
-        yield Rows(start, 0, stop - start)
+            yield Rows(start, rows.start - start)
+        start = max(start, rows.stop)
+    if start < one.stop:
+        yield Rows(start, one.stop - start)
 
 
 def rows_of(adapter: Adapter, parameter: Parameter, args: Mapping[str, object]) -> list[Rows]:
-    """The rows of a weight that an adapter is added to.
+    """The rows of a weight that an adapter is added to, in the order of the adapter's.
 
     linear_qkv has the queries, the key and the value of each query group one after another (Bridge
     peft/canonical_lora.py `_interleave_qkv`), linear_fc1 the gate and then the up half.
@@ -126,16 +121,16 @@ def rows_of(adapter: Adapter, parameter: Parameter, args: Mapping[str, object]) 
         )
         size, offset = {"q": (queries, 0), "k": (dim, queries), "v": (dim, queries + dim)}[part]
         step = queries + 2 * dim
-        found = [Rows(g * step + offset, g * size, size) for g in range(model.num_query_groups)]
+        found = [Rows(g * step + offset, size) for g in range(model.num_query_groups)]
         whole -= step * model.num_query_groups
         if whole:
             raise MappingError(
                 f"{parameter.shape[0]} rows are not those of {model.num_query_groups} query groups"
             )
     elif part:
-        found = [Rows(whole // 2 * (part == "up"), 0, whole // 2)]
+        found = [Rows(whole // 2 * (part == "up"), whole // 2)]
     else:
-        found = [Rows(0, 0, whole)]
+        found = [Rows(0, whole)]
     wanted = (sum(rows.size for rows in found), parameter.shape[1])
     shape = (adapter.left.shape[0], adapter.right.shape[1])
     if shape != wanted:

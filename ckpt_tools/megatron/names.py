@@ -127,11 +127,6 @@ def group_name(name: str, dialect: Dialect) -> str:
     return _mtp(_mamba(name, dialect), dialect.mtp_in_groups)
 
 
-def depends_on_dialect(name: str) -> bool:
-    """Whether dialects may spell a live name in different ways; `state_name` and `group_name` keep any other."""
-    return _MAMBA_CONV in name or _in_mtp(name)
-
-
 def stored_name(name: str, hybrid_mtp: bool = False) -> str:
     """The `torch_dist` spelling of a live name of any dialect: the inverse of `state_name` and `group_name`.
 

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from ckpt_tools.errors import MappingError, list_problems
-from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter
+from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter
 from ckpt_tools.megatron.keys import split_half, strip_wrappers
 
 Group = Mapping[str, Any]

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ckpt_tools.errors import MappingError, UsageError
-from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter
-from ckpt_tools.megatron.run_state.parallel_sizes import count_of
+from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter
+from ckpt_tools.megatron.run_state.settings import count_of
 
 _MAX_TP = 1024
 VOCAB_NAMES = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")

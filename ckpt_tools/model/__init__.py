@@ -9,7 +9,6 @@
 * `roles`: what a value of a parameter is: the weight, its master, a state
 * `model`: `Model`, `Parameter`: what a checkpoint says, free of its format
 * `target`: what an output must contain, before anyone says who holds which rows
-* `deferred`: a target's entries, made when somebody looks at them
 * `transfers`: the plan: every byte's way from a source to the files of an output
 * `many`: the decorator of dataclasses that are made by the hundred thousand
 * `without_gc`: the garbage collector, left alone while millions of small objects are made

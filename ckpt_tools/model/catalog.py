@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckpt_tools.errors import MappingError
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.dtypes import Form, itemsize
 from ckpt_tools.model.many import many
-from ckpt_tools.model.views import Source
+from ckpt_tools.model.views import Insert, Narrow, Place, Source, Step, view_shape
 
 if TYPE_CHECKING:
     from ckpt_tools.model.kernels.kernel import Kernel
@@ -58,6 +59,48 @@ class Value:
     def form(self) -> Form:
         return Form(self.dtype, self.shape)
 
+    def seen(self, *steps: Step) -> Value:
+        """What a view shows of it."""
+        sources = tuple([Source(s.key, (*s.view, *steps)) for s in self.sources])
+        return Value(self.dtype, view_shape(steps, self.shape), sources, self.zero_filled)
+
+    def rows(self, start: int, count: int) -> Value:
+        """`count` elements along the first axis, from `start` on."""
+        return self if (start, count) == (0, self.shape[0]) else self.seen(Narrow(0, start, count))
+
+
+def concat(name: str, parts: Sequence[Value], rows: int | None = None) -> Value:
+    """The parts of `name` one after another along the first axis; zeros behind them where `rows` are more."""
+    if len(parts) == 1 and rows in (None, *parts[0].shape[:1]):
+        return parts[0]
+    whole = sum([part.shape[0] for part in parts])
+    shape = (whole if rows is None else rows, *parts[0].shape[1:])
+    sources, at = list[Source](), 0
+    for part in parts:
+        sources += part.seen(Place((at, *(0,) * (len(shape) - 1)), shape)).sources
+        at += part.shape[0]
+    return Value(
+        _one_dtype(name, parts), shape, tuple(sources), at < shape[0] or any(p.zero_filled for p in parts)
+    )
+
+
+def stack(name: str, parts: Mapping[tuple[int, ...], Value], lead: tuple[int, ...]) -> Value:
+    """The parts of `name` by their index on new leading axes, whose lengths are `lead`."""
+    values = list(parts.values())
+    shape = (*lead, *values[0].shape)
+    inserts, rest = [Insert(0)] * len(lead), (0,) * len(values[0].shape)
+    sources = list[Source]()
+    for index, part in parts.items():
+        sources += part.seen(*inserts, Place((*index, *rest), shape)).sources if lead else part.sources
+    return Value(_one_dtype(name, values), shape, tuple(sources), any(p.zero_filled for p in values))
+
+
+def _one_dtype(name: str, parts: Sequence[Value]) -> str:
+    dtypes = sorted({part.dtype for part in parts})
+    if len(dtypes) > 1:
+        raise MappingError(f"{name}: its parts have different types {dtypes}")
+    return dtypes[0]
+
 
 @dataclass(frozen=True, slots=True)
 class Made:
@@ -84,6 +127,11 @@ class TensorEntry:
     shape: tuple[int, ...]
     chunks: Sequence[Chunk]
     made: Made | None = None
+
+    @property
+    def value(self) -> Value:
+        """All of it."""
+        return Value(self.dtype, self.shape, (Source(self.key),))
 
     @property
     def numel(self) -> int:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.box import full_box
+from ckpt_tools.model.catalog import Catalog, Value
 from ckpt_tools.model.kernels.casts import is_exact
 from ckpt_tools.model.many import many
 from ckpt_tools.model.roles import Role
-from ckpt_tools.model.views import Source
+from ckpt_tools.model.views import Shape, Source, chunk_piece, push_piece
 
 
 @many(frozen=True, slots=True)
@@ -81,3 +82,30 @@ def kept_exactly(tensors: Sequence[TargetTensor], catalog: Catalog) -> frozenset
     kept = {s for t in tensors for s in t.sources if s.key in keys and not is_rounded(t, s)}
     lost = {(target.key, source.key) for target, source in rounded if source not in kept}
     return frozenset((target.key, source.key) for target, source in rounded) - lost
+
+
+def rebase(
+    targets: Iterable[TargetTensor], bases: Mapping[str, Value], stored: Mapping[str, Shape]
+) -> list[TargetTensor]:
+    """The targets with every source `name` replaced by the sources of `bases[name]`.
+
+    `stored` are the shapes of the stored tensors. Sources of which a view shows nothing are left out: the up half
+    of a gated weight has no part in the gate.
+    """
+    return [
+        replace(
+            target,
+            sources=tuple(
+                source for old in target.sources for source in _through(old, bases[old.key], stored)
+            ),
+            zero_filled=target.zero_filled or any(bases[old.key].zero_filled for old in target.sources),
+        )
+        for target in targets
+    ]
+
+
+def _through(old: Source, base: Value, stored: Mapping[str, Shape]) -> Sequence[Source]:
+    found = [Source(source.key, (*source.view, *old.view)) for source in base.sources]
+    if len(found) == 1:
+        return found
+    return [s for s in found if push_piece(s.view, chunk_piece(full_box(stored[s.key])))]

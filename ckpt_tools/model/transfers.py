@@ -181,25 +181,6 @@ class Plan:
         return sorted({t.item.file for item in self.items for t in stored_parts(item.transfers)})
 
 
-def item_row(item: OutputItem) -> list[object]:
-    """An item as nested JSON lists, in the order of the fields; boxes are `[start, size]`."""
-    transfers = [_transfer_row(t) for t in item.transfers]
-    key, box, dtype, file, offset, length, _, zeros, bare = item
-    return [key, list(box), dtype, file, offset, length, transfers, zeros, *([True] if bare else [])]
-
-
-def _transfer_row(t: Transfer | Computation) -> list[object]:
-    if isinstance(t, Transfer):
-        piece = [list(t.piece.box), t.piece.offset, t.piece.strides]
-        return [t.key, list(t.item), t.dtype, t.shape, piece, t.strategy]
-    operands = [
-        [o.dtype, o.shape, list(o.box), [_transfer_row(part) for part in o.transfers], o.zeros]
-        for o in t.operands
-    ]
-    view = [[type(step).__name__, *step] for step in t.view]
-    return [t.key, repr(t.kernel), t.dtype, t.shape, view, t.origin, list(t.box), operands, t.strategy]
-
-
 def plan_summary(plan: Plan) -> dict[str, object]:
     """The plan without its items, which `item_rows` gives one at a time, and without its tensors."""
     return {

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from ckpt_tools.model.transfers import OutputBlob, OutputItem, TensorInfo, item_row
+from ckpt_tools.model.transfers import OutputBlob, OutputItem, TensorInfo
 
 _BATCH = 1000  # entries of a table that are spelled at once: all names of a large plan are 140 MiB
 
@@ -28,7 +28,7 @@ def plan_digest(
     state = hashlib.sha256()
     data_digest = cache(lambda data: hashlib.sha256(data).hexdigest())
     for item in items:
-        state.update(_canonical(item_row(item)))
+        state.update(_canonical(list(item)))
     for blob in blobs:
         box = None if blob.box is None else list(blob.box)
         row = [blob.key, box, blob.file, blob.offset, data_digest(blob.data)]
@@ -61,6 +61,11 @@ def _pieces(tables: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
 def _canonical(value: object) -> bytes:
     """`value` as JSON; the slow way for what UTF-8 cannot spell, such as file names that are not text."""
     try:
-        return orjson.dumps(value)
+        return orjson.dumps(value, default=_spelled)
     except orjson.JSONEncodeError:
-        return json.dumps(value).encode()
+        return json.dumps(value, default=repr).encode()
+
+
+def _spelled(value: object) -> object:
+    """Items are nested named tuples; steps of views differ by their name alone. Kernels say what they are."""
+    return [type(value).__name__, *value] if isinstance(value, tuple) else repr(value)

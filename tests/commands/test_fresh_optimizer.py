@@ -23,9 +23,9 @@ from ckpt_tools.commands.edit.strip import strip_checkpoint
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.errors import MappingError
 from ckpt_tools.execute.run import WriteOptions
-from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpSource, read_fsdp_source
 from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import schedule_of
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.read import FsdpSource, read_fsdp_source
 from tests.commands import oracle
 from tests.commands.rewritten import Parts, read, write
 from tests.commands.test_huggingface import model

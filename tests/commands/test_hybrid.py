@@ -16,7 +16,7 @@ from ckpt_tools.commands.huggingface.export_hf import export_hf
 from ckpt_tools.commands.huggingface.export_options import ExportOptions
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
-from ckpt_tools.megatron.run_state.settings import settings_from_args
+from ckpt_tools.megatron.run_state.settings import settings_of
 from tests.cases import cases as cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
 from tests.commands.rewritten import Parts, read, write
@@ -80,11 +80,9 @@ def test_a_contrary_flag_is_an_error(cases: Path, tmp_path: Path) -> None:
     ],
 )
 def test_every_way_to_ask_for_one_is_known(args: dict[str, object]) -> None:
-    assert settings_from_args({"transformer_impl": "local"} | args).local_norms is False
+    assert settings_of({"transformer_impl": "local"} | args).local_norms is False
     plain = dict.fromkeys(args)
-    assert settings_from_args(
-        {"transformer_impl": "local", "hybrid_context_parallel": True} | plain
-    ).local_norms
+    assert settings_of({"transformer_impl": "local", "hybrid_context_parallel": True} | plain).local_norms
 
 
 @pytest.mark.parametrize("through", ["torch_dist", "fsdp_dtensor"])

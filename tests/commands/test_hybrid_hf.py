@@ -20,8 +20,8 @@ from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.dtypes import Form
-from ckpt_tools.model.kernels.add_number import AddNumber
 from ckpt_tools.model.kernels.casts import bfloat16_to_float32
+from ckpt_tools.model.kernels.kernel import AddNumber
 from tests.commands import oracle
 from tests.megatron.huggingface.by_rules import directory
 from tests.megatron.huggingface.test_hybrids import MAMBA2, NEMOTRON_3, NEMOTRON_H, QWEN3_5, QWEN3_NEXT

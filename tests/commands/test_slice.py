@@ -10,7 +10,7 @@ from ckpt_tools.commands.edit.slice import slice_layers
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.move.read_box import BoxReader
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import optimizer_layout
 from ckpt_tools.megatron.torch_dist.read import read_torch_dist
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.target import TargetTensor

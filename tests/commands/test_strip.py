@@ -23,7 +23,7 @@ from ckpt_tools.commands.job.rewrite import EditOptions
 from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.pickle.unpickle import StandIn
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import optimizer_layout
 from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
 from tests.conftest import DATA, fixture_dir

@@ -12,7 +12,7 @@ from ckpt_tools.errors import CorruptCheckpointError, HostileCheckpointError
 from ckpt_tools.formats.dcp.metadata_read import read_catalog
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.megatron.run_state.common_state import CommonState, read_common_state
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import declared_layout, optimizer_layout
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import declared_layout, optimizer_layout
 from tests.conftest import fixture_dir
 
 LLAMA = "core019_llama_tp2_fully_reshardable"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_tools.megatron.fp8_held import is_held_in_fp8
 from ckpt_tools.megatron.run_state.common_state import CommonState
+from ckpt_tools.megatron.run_state.settings import is_held_in_fp8
 
 FP8 = {"fp8": "hybrid", "fp8_param_gather": True, "transformer_impl": "transformer_engine", "num_layers": 4}
 

@@ -4,7 +4,7 @@ import pytest
 
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.fsdp_dtensor.gating import GatingChoice, mark_gated
-from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter
+from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter
 
 TOWERS = {
     "language.decoder.layers.0.mlp.linear_fc1.weight": (16, 4),

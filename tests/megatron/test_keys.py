@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from ckpt_tools.errors import MappingError
 from ckpt_tools.formats.dcp import metadata_kind
 from ckpt_tools.megatron import keys
-from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, Rows
+from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter, Rows
 from ckpt_tools.megatron.fsdp_dtensor.tensors import model_tensors
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import bucket_states
 from ckpt_tools.megatron.torch_dist.read import dropped_objects
-from ckpt_tools.megatron.torch_dist.slices import SortedKeys, missing_layers
+from ckpt_tools.megatron.torch_dist.stacking import SortedKeys, missing_layers
 from ckpt_tools.model.catalog import Catalog, Item, ObjectEntry, TensorEntry, Value
 from ckpt_tools.model.model import Parameter
 from ckpt_tools.model.views import Source
@@ -83,6 +83,11 @@ def test_every_form_is_of_one_kind(key: str) -> None:
 @pytest.mark.parametrize("key", FORMS)
 def test_optimizer_keys(key: str) -> None:
     assert keys.is_optimizer_key(key) is ("optimizer." in key)
+
+
+@pytest.mark.parametrize("key", ["decoder.optimizer.weight", "chained_x.optimizer.state"])
+def test_keys_that_only_look_like_an_optimizers(key: str) -> None:
+    assert not keys.is_optimizer_key(key)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +231,7 @@ def test_buffers_keep_their_type_whatever_the_model_is_cast_to(leaf: str) -> Non
     """A loader makes them in fp32; of two lists of buffers one did not have the tokens of an expert."""
     name = f"decoder.layers.0.mlp.{leaf}"
     stored = Parameter(name, (4,), "float32", {"weight": Value("float32", (4,), (Source(name),))})
-    live = LiveParameter(name, name, (4,), (Rows(stored, 0, 4, 0),))
+    live = LiveParameter(name, name, (4,), (Rows(stored, 0, 4),))
     (tensor,) = model_tensors(live, keys.MODEL_PREFIX, "bfloat16")
     assert tensor.dtype == ("float32" if leaf.endswith(keys.BUFFERS) else "bfloat16")
     assert leaf.endswith(keys.BUFFERS) is (leaf != "router.weight")

@@ -3,7 +3,7 @@
 import pytest
 
 from ckpt_tools.errors import MappingError
-from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, Rows
+from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter, Rows
 from ckpt_tools.megatron.keys import strip_wrappers
 from ckpt_tools.megatron.param_groups import (
     GroupRules,
@@ -21,7 +21,7 @@ EXPERT = {"wd_mult": 1.0, "is_expert_parallel": True, "lr": 0.1}
 
 def parameter(name, *shape, expert=None):
     stored = Parameter(name, shape, "bfloat16", {}, expert)
-    return LiveParameter(name, name, shape, (Rows(stored, 0, shape[0], 0),))
+    return LiveParameter(name, name, shape, (Rows(stored, 0, shape[0]),))
 
 
 PARAMETERS = [

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError
 from ckpt_tools.formats.storage.files import LocalFiles
-from ckpt_tools.megatron.fsdp_dtensor.stored import packed_projections
+from ckpt_tools.megatron.fsdp_dtensor.parameters import packed_projections
 from ckpt_tools.megatron.run_state.record import (
     RECORD_FILE,
     Size,

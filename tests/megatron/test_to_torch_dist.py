@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.pickle.unpickle import TorchDtype, stand_in
 from ckpt_tools.formats.storage.files import LocalFiles
-from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpSource, FsdpTensor, read_fsdp_source
 from ckpt_tools.megatron.fsdp_dtensor.flatten import flatten, unflatten
-from ckpt_tools.megatron.fsdp_dtensor.read import fsdp_model
+from ckpt_tools.megatron.fsdp_dtensor.parameters import FsdpTensor
+from ckpt_tools.megatron.fsdp_dtensor.read import FsdpSource, fsdp_model, read_fsdp_source
 from ckpt_tools.megatron.run_state.common_state import CommonState
-from ckpt_tools.megatron.torch_dist.extra_state import extra_state_keys
+from ckpt_tools.megatron.torch_dist.grids import extra_state_keys
 from ckpt_tools.megatron.torch_dist.stacking import stack_parameters
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions, build_torch_dist_target
-from ckpt_tools.model.catalog import Catalog, TensorEntry
+from ckpt_tools.model.catalog import Catalog, TensorEntry, Value
 from ckpt_tools.model.roles import WEIGHT
 from ckpt_tools.model.views import Source
 
@@ -35,7 +35,8 @@ def common(**args):
 
 def tensor(name, *shape, states=STATES, dtype="float32", step=None):
     kinds = {WEIGHT: dtype} | dict.fromkeys(states, "float32")
-    return FsdpTensor(name, shape, kinds, {kind: (Source(f"{kind}/{name}"),) for kind in kinds}, step)
+    values = {kind: Value(kinds[kind], shape, (Source(f"{kind}/{name}"),)) for kind in kinds}
+    return FsdpTensor(name, shape, values, step)
 
 
 def model(layers=2, experts=2):

@@ -21,8 +21,7 @@ from ckpt_tools.formats.dcp.metadata_read import read_catalog
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.megatron.run_state.settings import (
     ModelSettings,
-    settings_from_args,
-    settings_from_model_config,
+    settings_of,
 )
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.choices import CheckLevel
@@ -269,7 +268,7 @@ def test_fp8_weights_of_a_writer_without_fp8_do_not_pass(tmp_path: Path) -> None
     ],
 )
 def test_settings_tell_the_recipe(args: dict[str, object], recipe: str | None) -> None:
-    assert settings_from_args(args).fp8_recipe == settings_from_model_config(args).fp8_recipe == recipe
+    assert settings_of(args).fp8_recipe == settings_of(args, bridge=True).fp8_recipe == recipe
     assert ModelSettings().fp8_recipe == "unknown"
 
 

@@ -14,6 +14,7 @@ import pytest
 from ckpt_tools.commands.check.diff import diff_checkpoints
 from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.errors import CkptError
+from ckpt_tools.megatron.format import Weight
 from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.verify.checkpoint import meaning
 from tests.conftest import all_checkpoints, fixture_dir
@@ -409,9 +410,9 @@ def test_a_router_without_experts(tmp_path):
 def test_the_rows_of_the_router_say_how_many_experts_there_are(rows):
     """Where no args do, and where args say otherwise."""
     module = "decoder.layers.0.mlp"
-    weights = [meaning.Weight(f"{module}.router.weight", (rows, 8))]
+    weights = [Weight(f"{module}.router.weight", (rows, 8))]
     weights += [
-        meaning.Weight(f"{module}.experts.local_experts.{i}.linear_fc{n}.weight", (8, 8))
+        Weight(f"{module}.experts.local_experts.{i}.linear_fc{n}.weight", (8, 8))
         for i in range(4)
         for n in (1, 2)
     ]
@@ -420,7 +421,7 @@ def test_the_rows_of_the_router_say_how_many_experts_there_are(rows):
         assert {f.message for f in found} == {
             f"experts 0-3 are stored, {rows} are expected (the rows of the router)"
         }
-    weights[0] = meaning.Weight(f"{module}.router.weight", (4, 8))
+    weights[0] = Weight(f"{module}.router.weight", (4, 8))
     assert meaning.check_experts(weights, CommonState({}, None)).findings == ()
 
 

@@ -11,7 +11,7 @@ import pytest
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.commands.look.ls import list_run
-from ckpt_tools.megatron.torch_dist.object_grids import object_grids
+from ckpt_tools.megatron.torch_dist.grids import object_grids
 from tests.cases import cases as cases  # noqa: PLC0414  a fixture
 from tests.conftest import fixture_dir
 from tests.damage import ITERATION, copy_of, drop_key, flip_bit, metadata_of

@@ -14,7 +14,7 @@ import torch
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.check.verify import verify_checkpoint
 from ckpt_tools.commands.job.opened import open_checkpoint
-from ckpt_tools.verify.checkpoint.meaning import fsdp_weights, torch_dist_weights
+from ckpt_tools.megatron.format import FORMATS
 from ckpt_tools.verify.checkpoint.settings_fit import check_settings
 from tests.commands import oracle
 from tests.conftest import all_checkpoints, fixture_dir
@@ -42,8 +42,7 @@ def findings(name: str, settings: dict[str, object]):
             common = replace(common, values={**common.values, "args": namespace})
         else:
             common = replace(common, model_config={**common.model_config, **settings})
-        is_fsdp = kind == "fsdp_dtensor"
-        weights = fsdp_weights(opened.catalog) if is_fsdp else torch_dist_weights(opened.catalog)[0]
+        weights = FORMATS[kind].weights(opened.catalog).found
         return check_settings(kind, weights, common).findings
 
 

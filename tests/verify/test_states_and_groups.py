@@ -11,7 +11,7 @@ from ckpt_tools.cli.app import run
 from ckpt_tools.commands.check.verify import verify_checkpoint
 from ckpt_tools.formats.pickle.unpickle import stand_in
 from ckpt_tools.megatron.run_state.common_state import CommonState
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states
+from ckpt_tools.megatron.torch_dist.optimizers import expected_states
 from ckpt_tools.verify.checkpoint.meaning import has_step
 from tests.conftest import fixture_dir
 from tests.damage import copy_of, drop_key, keys_with, metadata_of

@@ -29,7 +29,7 @@ from ckpt_tools.megatron.adapters import (
 )
 from ckpt_tools.megatron.keys import is_optimizer_key, strip_wrappers
 from ckpt_tools.megatron.run_state.common_state import RUN_CONFIG
-from ckpt_tools.megatron.torch_dist.slices import slices_of
+from ckpt_tools.megatron.torch_dist.stacking import slices_of
 from ckpt_tools.model.catalog import TensorEntry, Value
 from ckpt_tools.model.model import Model, Parameter
 from ckpt_tools.model.roles import WEIGHT

@@ -16,15 +16,15 @@ from ckpt_tools.commands.job.read_model import Wanted, read_model
 from ckpt_tools.errors import CkptError, UsageError, list_problems
 from ckpt_tools.formats.storage.files import AnyPath, path_text
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
-from ckpt_tools.megatron.fsdp_dtensor.entries import rng_ranks
+from ckpt_tools.megatron.format import FORMATS
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.fsdp_dtensor.tensors import state_prefix
 from ckpt_tools.megatron.fsdp_dtensor.write import build_fsdp_target
 from ckpt_tools.megatron.keys import COMMON_OBJECT, KEPT, MODEL_PREFIX
 from ckpt_tools.megatron.names import DIALECTS
 from ckpt_tools.megatron.run_state.record import read_record, stored_tp
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import optimizer_layout
 from ckpt_tools.model.choices import DiffBy
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import WEIGHT
@@ -342,7 +342,7 @@ def _by_parameters(
 
 def _recorded_tp(opened: Opened) -> int | None:
     """The tensor parallel size that an output was made for, where its record or its rng states tell it."""
-    size = stored_tp(read_record(opened.files), rng_ranks(opened.catalog), {})
+    size = stored_tp(read_record(opened.files), FORMATS[opened.location.kind].rng_ranks(opened.catalog), {})
     return None if size is None else size.ranks
 
 
@@ -391,7 +391,7 @@ def _fitted(target: TargetOptions, model: Model, other: Side) -> TargetOptions:
     if target.swiglu is None and model.settings.swiglu is None:
         told["swiglu"] = any(".linear_fc1.weight" in name and name.endswith("_w") for name in names)
     if target.tp is None:
-        tp = stored_tp(read_record(other.files), rng_ranks(other.catalog), {})
+        tp = stored_tp(read_record(other.files), FORMATS["fsdp_dtensor"].rng_ranks(other.catalog), {})
         told["tp"] = None if tp is None else tp.ranks
     if not any(key.startswith(_OF_A_RUN) for key in (*other.tensors, *other.objects)):
         told["weights_only"] = True

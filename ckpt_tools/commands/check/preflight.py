@@ -19,11 +19,11 @@ from ckpt_tools.formats.locate.detect import TRACKER, tracked_iteration
 from ckpt_tools.formats.storage.files import AnyPath, path_text
 from ckpt_tools.formats.torch_archive.item_reader import load_object
 from ckpt_tools.formats.untrusted_documents import DocumentError, read_named_file
+from ckpt_tools.megatron.format import FORMATS
 from ckpt_tools.megatron.hybrid import is_hybrid
-from ckpt_tools.megatron.keys import fsdp_state, is_optimizer_key, rng_key, rng_shard
+from ckpt_tools.megatron.keys import fsdp_state, is_optimizer_key
 from ckpt_tools.megatron.run_state.record import read_record, stored_tp
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
-from ckpt_tools.megatron.torch_dist.slices import layer_counts
+from ckpt_tools.megatron.torch_dist.stacking import layer_counts
 from ckpt_tools.verify.checkpoint import meaning
 from ckpt_tools.verify.checkpoint.place import check_entries
 from ckpt_tools.verify.checkpoint.structure import check_files
@@ -229,14 +229,11 @@ def _about(opened: Opened) -> tuple[Facts, int | None]:
     """What the checkpoint tells about the job that can load it, and that job's tensor-parallel size."""
     catalog, common, kind = opened.catalog, opened.common, opened.location.kind
     is_fsdp = kind == "fsdp_dtensor"
-    weights = meaning.fsdp_weights(catalog) if is_fsdp else meaning.torch_dist_weights(catalog)[0]
-    shapes = {weight.name: weight.shape for weight in weights}
-    keys = (*catalog.tensors, *catalog.objects)
+    shapes, ranks = FORMATS[kind].weights(catalog).shapes, FORMATS[kind].rng_ranks(catalog)
     if is_fsdp:
-        ranks = {(found.pp, found.tp) for found in map(rng_key, keys) if found}
         states = {found.kind for found in map(fsdp_state, catalog.tensors) if found} - {"step"}
     else:
-        ranks = {(rank.pp, rank.tp) for rank in map(rng_shard, catalog.objects) if rank}
+        keys = (*catalog.tensors, *catalog.objects)
         states = {"any"} if any(is_optimizer_key(key) for key in keys) else set()
     record = _target_of(opened, shapes, ranks)
     facts = Facts(
@@ -246,7 +243,7 @@ def _about(opened: Opened) -> tuple[Facts, int | None]:
         stored=replace(stored_style(shapes, is_fsdp), version_2=is_fsdp and is_version_2(catalog.tensors)),
         has_args="args" in catalog.objects or not opened.location.has_run_config,
         states=frozenset(states),
-        layout=optimizer_layout(catalog, common),
+        layout=FORMATS[kind].layout(catalog, common),
         rng_ranks=frozenset(ranks),
         tp_of_packed=record.tp,
         packed=record.packed if is_fsdp else (),
@@ -449,7 +446,7 @@ def _stored_checks(opened: Opened) -> list[Check]:
     """The checks of `verify` that decide whether a strict load finds every key it asks for, and its bytes."""
     if opened.location.kind != "fsdp_dtensor":
         return []
-    weights = meaning.fsdp_weights(opened.catalog)
+    weights = FORMATS["fsdp_dtensor"].weights(opened.catalog).found
     return [
         check_files(opened.files, opened.catalog),
         check_entries(opened.location, opened.catalog, opened.common),

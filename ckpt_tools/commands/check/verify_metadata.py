@@ -23,10 +23,11 @@ from ckpt_tools.formats.storage.files import Files, path_in
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.formats.storage.tree import files_below
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
+from ckpt_tools.megatron.format import FORMATS
 from ckpt_tools.megatron.run_state.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.run_state.record import RECORD_FILE, read_record
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import coalesced_buffers
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import optimizer_layout
 from ckpt_tools.megatron.torch_dist.read import stored_groups
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.verify.checkpoint import meaning
@@ -145,13 +146,12 @@ def _meaning(
         return []
     checks = [check_entries(location, catalog, common)]
     stages = None
+    weights, problems = FORMATS[location.kind].weights(catalog)
     if location.kind == "fsdp_dtensor":
-        weights, problems = meaning.fsdp_weights(catalog), list[str]()
         stages = meaning.stage_numbers(catalog, common)
         checks += [meaning.check_fsdp_states(catalog, common), meaning.check_fsdp_groups(catalog)]
         checks.append(check_packing(files, catalog, common))
     else:
-        weights, problems = meaning.torch_dist_weights(catalog)
         checks += _torch_dist_optimizer(files, catalog, common)
     return [
         *checks,
@@ -170,7 +170,7 @@ def _plain_meaning(files: Files, catalog: Catalog, common: CommonState, trust_pi
         checks.append(check_plain_states(files, catalog, found, trust_pickle))
         checks.append(check_plain_groups(files, catalog, found, trust_pickle))
     if is_megatron(found):
-        weights = [meaning.Weight(name, catalog.tensors[key].shape) for name, key in found.weights.items()]
+        weights = FORMATS["dcp"].weights(catalog).found
         checks += [meaning.check_layers(weights, [], common), meaning.check_experts(weights, common)]
         checks.append(check_counters(files, catalog, common, trust_pickle))
     return checks

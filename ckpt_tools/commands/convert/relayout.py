@@ -14,16 +14,15 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.locate.detect import Location
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
-from ckpt_tools.megatron.fsdp_dtensor.entries import read_fsdp_source
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.parameters import packed_projections
+from ckpt_tools.megatron.fsdp_dtensor.read import read_fsdp_source
 from ckpt_tools.megatron.fsdp_dtensor.regroup import Relayout, build_relayout
-from ckpt_tools.megatron.fsdp_dtensor.stored import packed_projections
 from ckpt_tools.megatron.names import ModelStyle
 from ckpt_tools.megatron.run_state.common_state import CommonState
-from ckpt_tools.megatron.run_state.parallel_sizes import refuse_tensor_parallel
 from ckpt_tools.megatron.run_state.record import TargetRecord
-from ckpt_tools.megatron.run_state.settings import read_settings
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states
+from ckpt_tools.megatron.run_state.settings import read_settings, refuse_tensor_parallel
+from ckpt_tools.megatron.torch_dist.optimizers import refuse_missing_states
 from ckpt_tools.megatron.vocab import vocabulary
 from ckpt_tools.model.catalog import Item
 
@@ -38,7 +37,7 @@ def prepare_relayout(opened: Opened, options: ConvertOptions, layout: Layout) ->
     source = read_fsdp_source(opened.files, opened.catalog, common, options.ignore_keys, opened.trust_pickle)
     if source.has_optimizer:
         held = {kind for tensor in source.tensors for kind in tensor.states}
-        refuse_missing_states(held, expected_states(common, list(source.groups.values())))
+        refuse_missing_states(held, common, list(source.groups.values()))
     old, stored = source.record or TargetRecord(), source.tp
     asked_tp = said_tp(options.target.tp, layout)
     if asked_tp is not None:

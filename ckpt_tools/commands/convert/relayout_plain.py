@@ -21,8 +21,8 @@ from ckpt_tools.formats.locate.detect import Location
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
 from ckpt_tools.megatron.dcp.read import owners
 from ckpt_tools.megatron.dcp.state_dict import StateDict, read_state_dict
-from ckpt_tools.megatron.fsdp_dtensor.entries import SmallValues
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.read import SmallValues
 from ckpt_tools.megatron.run_state.record import TargetRecord, read_record
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.roles import MASTER, WEIGHT

@@ -14,10 +14,9 @@ from ckpt_tools.commands.job.outputs import object_archives
 from ckpt_tools.commands.job.rewrite import EditOptions, rewrite
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.execute.run import WriteReport
-from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpSource, read_fsdp_source
 from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import with_fresh_optimizer
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
-from ckpt_tools.megatron.fsdp_dtensor.read import fsdp_model
+from ckpt_tools.megatron.fsdp_dtensor.read import FsdpSource, fsdp_model, read_fsdp_source
 from ckpt_tools.megatron.fsdp_dtensor.write import FsdpTarget, build_fsdp_target
 from ckpt_tools.megatron.keys import MODEL_PREFIX, STATE_PREFIX, STATE_PREFIX_FP32, model_name
 from ckpt_tools.megatron.names import DIALECTS

@@ -31,15 +31,14 @@ from ckpt_tools.formats.locate.detect import Location
 from ckpt_tools.formats.storage.files import AnyPath, Files, path_text
 from ckpt_tools.megatron.dcp.write import build_dcp_target
 from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh, with_fresh_optimizer
-from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter
 from ckpt_tools.megatron.fsdp_dtensor.write import FsdpTarget, build_fsdp_target, writer_tp
 from ckpt_tools.megatron.run_state.bridge import RUN_CONFIG, TRAIN_STATE, fsdp_run_config, train_state_file
-from ckpt_tools.megatron.run_state.parallel_sizes import refuse_tensor_parallel
 from ckpt_tools.megatron.run_state.record import TargetRecord
+from ckpt_tools.megatron.run_state.settings import refuse_tensor_parallel
 from ckpt_tools.megatron.vocab import VocabChange
 from ckpt_tools.model.box import Box
-from ckpt_tools.model.deferred import Chosen
 from ckpt_tools.model.model import Model, without_optimizer
 from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import TargetTensor
@@ -158,7 +157,7 @@ def prepare_model(
     record = TargetRecord(built.dialect.name, tokens=built.tokens, format=plain)
     record = sized(record, tp, layout, has_experts)
     job = TargetJob(record, built.packed, built.vocabulary)
-    must_round = Chosen(built.target.tensors, lambda tensor: tensor.must_round_to)
+    must_round = tuple(tensor for tensor in built.target.tensors if tensor.must_round_to)
     small = _bridge_files(built, model, files, begins=bool(asked.fresh_optimizer))
     in_place = any(MASTER in p.values and WEIGHT not in p.values for p in as_read.parameters)
     left_out = MASTER in as_read.roles or as_read.unread  # a fresh optimizer's are not the source's

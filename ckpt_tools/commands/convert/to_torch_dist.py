@@ -30,13 +30,13 @@ from ckpt_tools.formats.locate.detect import Location
 from ckpt_tools.formats.storage.files import AnyPath, path_text
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
 from ckpt_tools.formats.torch_archive.object_writer import dump_archive
-from ckpt_tools.megatron.fsdp_dtensor.stored import packed_projections
+from ckpt_tools.megatron.fsdp_dtensor.parameters import packed_projections
 from ckpt_tools.megatron.keys import stacked_axes
 from ckpt_tools.megatron.run_state.common_state import COMMON_FILE
 from ckpt_tools.megatron.run_state.record import RECORD_FILE, read_record, record_bytes
 from ckpt_tools.megatron.run_state.settings import training_dtype
+from ckpt_tools.megatron.torch_dist.grids import NO_SIZE
 from ckpt_tools.megatron.torch_dist.read import Extent
-from ckpt_tools.megatron.torch_dist.rng_grid import NO_SIZE
 from ckpt_tools.megatron.torch_dist.write import (
     TorchDistOptions,
     build_torch_dist_target,
@@ -150,7 +150,7 @@ def write_torch_dist(model: Model, opened: Opened, options: TorchDistOptions, wo
     """
     built = build_torch_dist_target(model, options)
     carried = carried_objects(model, built.target.objects)
-    as_stored = {key: opened.catalog.objects[key].item for key in carried} | dict(model.extra_states)
+    as_stored = {key: opened.catalog.objects[key].item for key in carried}
     archives = _archives(opened, built.target.objects, as_stored)
     beside_weights = _has_masters_beside_weights(opened.location.kind, model)
     otherwise: MastersUse = "as_stored" if keeps_masters(model) else "left_out" if model.unread else "none"

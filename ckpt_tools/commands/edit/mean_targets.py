@@ -17,15 +17,14 @@ from ckpt_tools.commands.job.read_model import shared_by
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.formats.storage.joined_files import joined_entry
 from ckpt_tools.megatron.keys import parameter_of, stacked_axes
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import StateTensor
-from ckpt_tools.model.catalog import Catalog, Made, TensorEntry, Value, made_entry
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import optimizer_layout
+from ckpt_tools.model.catalog import Catalog, Made, Value, made_entry
 from ckpt_tools.model.dtypes import CASTABLE, FLOATING
 from ckpt_tools.model.kernels.kernel import WeightedMean
 from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import TargetTensor
-from ckpt_tools.model.views import Insert, Place, Source
+from ckpt_tools.model.views import Source
 
 _BUFFER = re.compile(
     r"(?:^|\.)(?:expert_bias|e_score_correction_bias|local_tokens_per_expert|inv_freq|original_inv_freq|cos_cached|"
@@ -79,7 +78,7 @@ def _torch_dist(opened: Opened, workers: int | None) -> Parts:
     known = states.states if states is not None else {}
     weights = [key for key, role in opened.roles().items() if role == WEIGHT]
     rounded = {
-        key: _shown(state, tensors[key], stacked_axes(key))
+        key: state.value(key, tensors[key].shape, stacked_axes(key)).sources
         for (kind, key), state in known.items()
         if kind == MASTER
     }
@@ -89,19 +88,6 @@ def _torch_dist(opened: Opened, workers: int | None) -> Parts:
     means, kept = _sorted_out(opened, plain, trained if known else None)
     _refuse_encoded(opened, [*masters, *rounded])
     return Parts((*masters, *means), kept, rounded)
-
-
-def _shown(state: StateTensor, weight: TensorEntry, axes: int) -> tuple[Source, ...]:
-    """The sources that tile a whole stored weight with its state."""
-    if state.whole is not None:
-        return (state.whole,)
-    inserts = tuple(Insert(0) for _ in range(axes))
-    rest = (0,) * (len(weight.shape) - axes)
-    return tuple(
-        Source(part.key, (*part.view, *inserts, Place((*lead, *rest), weight.shape)))
-        for lead, parts in state.slices.items()
-        for part in parts
-    )
 
 
 def _fsdp_dtensor(opened: Opened) -> Parts:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from ckpt_tools.commands.edit.modify import new_path
 from ckpt_tools.errors import MappingError, list_problems
-from ckpt_tools.megatron.fsdp_dtensor.entries import rng_ranks
+from ckpt_tools.megatron.format import FORMATS
 from ckpt_tools.megatron.fsdp_dtensor.stages import ISSUE, LocalNumbers, local_numbers, ranges
 from ckpt_tools.megatron.keys import (
     DECODER_LAYERS,
@@ -167,7 +167,7 @@ def _number_layers(catalog: Catalog, common: CommonState, made: MendedKeys) -> N
     weights = {name: key for key in catalog.tensors if (name := model_name(key))}
     states = {found.name for found in map(fsdp_state, catalog.tensors) if found}
     groups = {found.name for found in map(group_key, catalog.objects) if found}
-    ranks = {pp for pp, _ in rng_ranks(catalog)}
+    ranks = {pp for pp, _ in FORMATS["fsdp_dtensor"].rng_ranks(catalog)}
     found = local_numbers(weights, (*states, *groups), common, len(ranks))
     if found is None:
         return

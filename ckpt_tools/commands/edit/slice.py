@@ -21,7 +21,7 @@ from ckpt_tools.formats.storage.files import AnyPath, path_text, read_whole
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
 from ckpt_tools.formats.torch_archive.object_writer import dump_archive
 from ckpt_tools.formats.untrusted_documents import parse_yaml
-from ckpt_tools.megatron.dcp.state_dict import read_state_dict
+from ckpt_tools.megatron.format import FORMATS
 from ckpt_tools.megatron.huggingface.vision.tower_settings import changed_record
 from ckpt_tools.megatron.huggingface.vision.towers import TEXT
 from ckpt_tools.megatron.huggingface.vision.vision_language import VISION
@@ -37,17 +37,15 @@ from ckpt_tools.megatron.keys import (
 )
 from ckpt_tools.megatron.run_state.common_state import COMMON_FILE, RUN_CONFIG
 from ckpt_tools.megatron.run_state.layer_settings import Layers, cut_settings
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import StateTensor
-from ckpt_tools.megatron.torch_dist.other_optimizers import spelled_master
+from ckpt_tools.megatron.torch_dist.optimizers import spelled_master
 from ckpt_tools.megatron.torch_dist.read import TorchDistSource, read_torch_dist
-from ckpt_tools.megatron.torch_dist.slices import layer_counts
+from ckpt_tools.megatron.torch_dist.stacking import layer_counts
 from ckpt_tools.megatron.torch_dist.write import CONTENT_METADATA, OPTIMIZER_METADATA
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import Target, TargetObject, TargetTensor
-from ckpt_tools.model.views import Insert, Narrow, Place, Source, Step
-from ckpt_tools.verify.checkpoint.meaning import fsdp_weights, torch_dist_weights
+from ckpt_tools.model.views import Narrow, Source, Step
 
 _NUMBER = re.compile(r"(\d+)(?=\.)")
 _NATURAL = ("none", "fully_reshardable", "non_distributed")
@@ -176,13 +174,7 @@ def _parts(
 def choose_cut(opened: Opened, layers: str, block: str | None) -> Cut:
     """The layers to keep, from `start:stop` as Python counts."""
     kind = opened.location.kind
-    if kind == "dcp":
-        names = list(read_state_dict(opened.catalog).weights)
-    elif kind == "fsdp_dtensor":
-        names = [weight.name for weight in fsdp_weights(opened.catalog)]
-    else:
-        names = [weight.name for weight in torch_dist_weights(opened.catalog)[0]]
-    counts = layer_counts(names)
+    counts = layer_counts(FORMATS[kind].weights(opened.catalog).shapes)
     blocks = {name: n for name, n in counts.items() if ".mtp." not in f".{name}"}
     if block is None:
         block = "decoder.layers." if "decoder.layers." in blocks else next(iter(blocks), "")
@@ -246,35 +238,16 @@ def _states(source: TorchDistSource, opened: Opened, cut: Cut) -> list[TargetTen
         name = cut.key(key)
         if name is None:
             continue
-        shape = opened.catalog.tensors[key].shape
-        first, count = (
-            (cut.start, cut.stop - cut.start) if cut.is_stacked(key) else (0, shape[0] if shape else 1)
-        )
-        shape = (count, *shape[1:]) if shape else shape
+        value = state.value(key, opened.catalog.tensors[key].shape, stacked_axes(key))
+        if cut.is_stacked(key):
+            value = value.rows(cut.start, cut.stop - cut.start)
         spelled = kind
         if kind == MASTER:
             spelled = "param" if own is None else spelled_master(own, held[key], source.model.roles)
-        sources = _state_sources(state, stacked_axes(key), first, shape)
-        tensors.append(TargetTensor(f"optimizer.state.{spelled}.{name}", state.dtype, shape, sources))
+        tensors.append(
+            TargetTensor(f"optimizer.state.{spelled}.{name}", value.dtype, value.shape, value.sources)
+        )
     return tensors
-
-
-def _state_sources(state: StateTensor, axes: int, first: int, shape: tuple[int, ...]) -> tuple[Source, ...]:
-    """Sources that tile rows `[first, first + shape[0])` of a state, of which `axes` leading axes are stacked."""
-    if state.whole is not None:
-        view = (*state.whole.view, Narrow(0, first, shape[0])) if shape else state.whole.view
-        return (Source(state.whole.key, view),)
-    sources = []
-    for lead, parts in state.slices.items():
-        at = tuple(lead)
-        if axes:
-            at = (lead[0] - first, *lead[1:])
-            if not 0 <= at[0] < shape[0]:
-                continue
-        inserts = tuple(Insert(0) for _ in range(axes))
-        place = Place((*at, *(0,) * (len(shape) - axes)), shape)
-        sources += [Source(part.key, (*part.view, *inserts, place)) for part in parts]
-    return tuple(sources)
 
 
 def _optimizer(model: Model) -> dict[Any, Any]:

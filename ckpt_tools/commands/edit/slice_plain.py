@@ -10,7 +10,7 @@ from ckpt_tools.commands.edit.modify import new_path
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.megatron.dcp.read import group_members, numbered
 from ckpt_tools.megatron.dcp.state_dict import OptimizerKeys, StateDict, read_state_dict
-from ckpt_tools.megatron.fsdp_dtensor.entries import SmallValues
+from ckpt_tools.megatron.fsdp_dtensor.read import SmallValues
 from ckpt_tools.megatron.keys import layer_of
 
 Rename = Callable[[str], "str | None"]

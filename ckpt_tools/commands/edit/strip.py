@@ -26,9 +26,10 @@ from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.formats.storage.files import AnyPath, path_text
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
 from ckpt_tools.formats.torch_archive.object_writer import dump_archive
-from ckpt_tools.megatron.dcp.state_dict import EXTRA_STATE, is_megatron, read_state_dict, root_of
+from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
+from ckpt_tools.megatron.format import FORMATS
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
-from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, is_optimizer_key, is_run_state, parameter_of
+from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, parameter_of
 from ckpt_tools.megatron.run_state.common_state import COMMON_FILE
 from ckpt_tools.megatron.torch_dist.write import OPTIMIZER_METADATA
 from ckpt_tools.model.catalog import Catalog
@@ -79,7 +80,7 @@ def strip_checkpoint(
         if fresh is not None:
             return _begun_anew(source, opened, output, fresh, options, progress)
         catalog = opened.catalog
-        kept = _kept_keys(opened)
+        kept = FORMATS[opened.location.kind].without_optimizer(catalog)
         removed = [key for key in (*catalog.tensors, *catalog.objects) if key not in kept]
         common = _stripped_common(opened.common.values)
         entries = [f"{opened.common.source}: {name}" for name in opened.common.values if name not in common]
@@ -173,24 +174,6 @@ def _begun_anew(
         dtype=None,
         cast=tuple(t.key for t in target.tensors if t.key in types and t.dtype != types[t.key]),
         notes=target.notes,
-    )
-
-
-def _kept_keys(opened: Opened) -> frozenset[str]:
-    """The keys of a weights-only checkpoint: of weights, and of what models keep beside these."""
-    catalog = opened.catalog
-    weights = frozenset(key for key, role in opened.roles().items() if role == WEIGHT)
-    if opened.location.kind != "dcp":
-        objects = (key for key in catalog.objects if not is_optimizer_key(key) and not is_run_state(key))
-        return weights.union(objects)
-    found = read_state_dict(catalog)
-    roots = {root_of(catalog, key) for key in weights} - {""}
-    return weights.union(
-        key
-        for key in found.others
-        if (found.model and key.startswith(found.model))
-        or root_of(catalog, key) in roots
-        or key.endswith(EXTRA_STATE)
     )
 
 

@@ -54,11 +54,10 @@ from ckpt_tools.megatron.huggingface.mapping.checks import Spec
 from ckpt_tools.megatron.huggingface.mapping.targets import Exported, export_targets
 from ckpt_tools.megatron.huggingface.quantization.block_fp8 import block_fp8_of, quantized_tensors
 from ckpt_tools.megatron.huggingface.quantization.quantized import SETTINGS
-from ckpt_tools.megatron.rebase import rebase
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.choices import Quantization
 from ckpt_tools.model.dtypes import CASTABLE
-from ckpt_tools.model.target import InlineTensor, Target, TargetTensor
+from ckpt_tools.model.target import InlineTensor, Target, TargetTensor, rebase
 from ckpt_tools.plan.weight_files import build_safetensors_plan
 
 

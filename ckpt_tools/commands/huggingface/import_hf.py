@@ -63,7 +63,7 @@ from ckpt_tools.megatron.vocab import padded_rows, vocabulary
 from ckpt_tools.model.catalog import Catalog, Made, Value, made_entry
 from ckpt_tools.model.choices import LayerSpec, MegatronFormat, TowerName
 from ckpt_tools.model.dtypes import CASTABLE
-from ckpt_tools.model.kernels.add_number import AddNumber
+from ckpt_tools.model.kernels.kernel import AddNumber
 from ckpt_tools.model.model import Model, Parameter
 from ckpt_tools.model.roles import WEIGHT
 from ckpt_tools.model.views import Source

@@ -34,8 +34,13 @@ from ckpt_tools.formats.locate.hub_cache import snapshot_of
 from ckpt_tools.formats.safetensors.catalog import INDEX_FILE, SINGLE_FILE, read_safetensors_catalog
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.megatron.dcp.read import refuse_group_map
-from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
-from ckpt_tools.megatron.dcp.wrappers import NamedModel, named_model, possible_names
+from ckpt_tools.megatron.dcp.state_dict import (
+    NamedModel,
+    is_megatron,
+    named_model,
+    possible_names,
+    read_state_dict,
+)
 from ckpt_tools.megatron.huggingface.mapping.checks import specs_of
 from ckpt_tools.megatron.huggingface.mapping.model_tensors import (
     Expected,

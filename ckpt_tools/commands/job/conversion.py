@@ -215,16 +215,13 @@ def _contradictions(opened: Opened, conversion: Conversion) -> tuple[str, ...]:
     kind = opened.location.kind
     if kind not in ("torch_dist", "fsdp_dtensor") or conversion.to == "hf":
         return ()
-    from ckpt_tools.verify.checkpoint import meaning
+    from ckpt_tools.megatron.format import FORMATS
     from ckpt_tools.verify.checkpoint.counters import check_counters
     from ckpt_tools.verify.checkpoint.settings_fit import check_settings
 
     files, catalog, common = opened.files, opened.catalog, opened.common
-    weights = (
-        meaning.fsdp_weights(catalog) if kind == "fsdp_dtensor" else meaning.torch_dist_weights(catalog)[0]
-    )
     checks = (
-        check_settings(kind, weights, common),
+        check_settings(kind, FORMATS[kind].weights(catalog).found, common),
         check_counters(files, catalog, common, opened.trust_pickle, conversion.weights_only),
     )
     told = tuple(f"{one.where}: {one.message}" for check in checks for one in check.findings)

@@ -8,18 +8,16 @@ from functools import cache
 from typing import NamedTuple
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.megatron.fp8_held import FP8, is_held_in_fp8
-from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpSource
-from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, part_order, split_part
+from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter, part_order, split_part
+from ckpt_tools.megatron.fsdp_dtensor.read import FsdpSource
 from ckpt_tools.megatron.fsdp_dtensor.write import FsdpTarget
 from ckpt_tools.megatron.keys import BUFFERS
 from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, ModelStyle
 from ckpt_tools.megatron.run_state.common_state import CommonState
-from ckpt_tools.megatron.run_state.settings import training_dtype
+from ckpt_tools.megatron.run_state.settings import FP8, is_held_in_fp8, training_dtype
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.choices import LayoutName
-from ckpt_tools.model.deferred import Deferred
 from ckpt_tools.model.roles import WEIGHT
 from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.model.transfers import Plan
@@ -153,12 +151,11 @@ def exact_placement(core: Placement, ranks: Sequence[int]) -> PlanPlacement:
 
 
 def rank_share(target: Target, core: Placement, rank: int) -> Target:
-    """What `rank` writes of a target, and at most a little more. Rank 0 also has what no parameter places."""
+    """What `rank` writes of a target. Rank 0 has all of it, for what no parameter places."""
     if not rank:
         return target
     names = {name for name, _ in core.written(rank)}
-    tensors = target.tensors.of(names) if isinstance(target.tensors, Deferred) else target.tensors
-    return Target(tuple(tensor for tensor in tensors if tensor.parameter in names))
+    return Target(tuple(tensor for tensor in target.tensors if tensor.parameter in names))
 
 
 def in_reading_order(target: Target, names: Iterable[str]) -> Target:
@@ -213,12 +210,12 @@ def source_model(source: FsdpSource, style: ModelStyle) -> LiveModel:
     for t in source.tensors:
         buffer = t.name.endswith(BUFFERS)
         trainable = not buffer and (bool(t.states) or not source.has_optimizer)
-        stored = t.dtypes[WEIGHT]
+        stored = t.values[WEIGHT].dtype
         live = LiveTensor(
             t.name,
             t.shape,
             FP8 if is_held_in_fp8(t.name, source.common) else trained or stored if trainable else stored,
-            gated=len(t.sources[WEIGHT]) == 2,
+            gated=len(t.values[WEIGHT].sources) == 2,
             buffer=buffer,
             trainable=trainable,
         )

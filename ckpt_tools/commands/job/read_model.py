@@ -116,8 +116,7 @@ def shared_by(workers: int | None) -> Share:
 
 def _fsdp_dtensor(opened: Opened, wanted: Wanted) -> Model:
     """The masters stand in the place of weights: they are there without the rest of an optimizer."""
-    from ckpt_tools.megatron.fsdp_dtensor.entries import read_fsdp_source
-    from ckpt_tools.megatron.fsdp_dtensor.read import fsdp_model
+    from ckpt_tools.megatron.fsdp_dtensor.read import fsdp_model, read_fsdp_source
 
     weights_only = wanted.optimizer != "whole"
     source = read_fsdp_source(

@@ -20,7 +20,6 @@ from ckpt_tools.megatron.dcp.state_dict import StateDict, is_megatron, read_stat
 from ckpt_tools.megatron.format import FORMATS
 from ckpt_tools.megatron.keys import GROUP_META, bucket_key, part_of, stacked_layers
 from ckpt_tools.megatron.run_state.common_state import CommonState
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.choices import InspectBy
 from ckpt_tools.model.dtypes import itemsize
@@ -237,9 +236,7 @@ def inspect_checkpoint(
         writer=writer_generation(location, catalog, common),
         iteration=location.iteration if location.iteration is not None else common.iteration,
         common_source=common.source,
-        layout=read_state_dict(catalog).layout
-        if location.kind == "dcp"
-        else optimizer_layout(catalog, common),
+        layout=FORMATS[location.kind].layout(catalog, common),
         parallel_sizes=_known_arguments(common, PARALLEL_SIZES),
         arguments=_known_arguments(common, KEY_ARGUMENTS),
         rows=rows,

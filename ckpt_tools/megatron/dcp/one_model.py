@@ -10,8 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ckpt_tools.megatron.dcp.state_dict import read_state_dict, shared_front
-from ckpt_tools.megatron.dcp.wrappers import outside_optimizers, without_segments
+from ckpt_tools.megatron.dcp.state_dict import (
+    outside_optimizers,
+    read_state_dict,
+    shared_front,
+    without_segments,
+)
 from ckpt_tools.model.catalog import Catalog
 
 _Meaning = tuple[str, ...]

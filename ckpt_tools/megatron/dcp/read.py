@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.formats.key_filter import leave_out
 from ckpt_tools.formats.storage.files import Files
-from ckpt_tools.megatron.dcp.adam_fields import ADAM_FIELDS, INITIAL_LR
 from ckpt_tools.megatron.dcp.index_names import name_numbers
 from ckpt_tools.megatron.dcp.state_dict import (
     OptimizerKeys,
@@ -24,29 +22,29 @@ from ckpt_tools.megatron.dcp.state_dict import (
     is_megatron,
     read_state_dict,
     shape_of_states,
+    without_segments,
 )
-from ckpt_tools.megatron.dcp.wrappers import without_segments
-from ckpt_tools.megatron.fsdp_dtensor.entries import (
+from ckpt_tools.megatron.dcp.write import ADAM_FIELDS, INITIAL_LR
+from ckpt_tools.megatron.fsdp_dtensor.flatten import unflatten
+from ckpt_tools.megatron.fsdp_dtensor.parameters import FsdpTensor
+from ckpt_tools.megatron.fsdp_dtensor.read import (
     FsdpSource,
-    FsdpTensor,
     SmallValues,
+    fsdp_model,
     nested_path,
     rng_ranks_in,
     step_number,
 )
-from ckpt_tools.megatron.fsdp_dtensor.flatten import unflatten
-from ckpt_tools.megatron.fsdp_dtensor.kept import NOT_LOADED
-from ckpt_tools.megatron.fsdp_dtensor.read import fsdp_model
-from ckpt_tools.megatron.keys import BUFFERS, COMMON_ITEMS, NESTED_STATES, STEP
+from ckpt_tools.megatron.fsdp_dtensor.write import NOT_LOADED
+from ckpt_tools.megatron.keys import BUFFERS, COMMON_ITEMS, NESTED_STATES, STEP, left_out_by
 from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.megatron.run_state.record import read_record
 from ckpt_tools.megatron.run_state.stored_values import checked_field, fields_at
-from ckpt_tools.megatron.torch_dist.other_optimizers import is_adams
+from ckpt_tools.megatron.torch_dist.optimizers import is_adams
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.choices import LayerSpec
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER, WEIGHT
-from ckpt_tools.model.views import Source
 
 Rounds: TypeAlias = Callable[[Catalog, str, str], bool]
 """Whether all of the master with the second key rounds to the weight with the first."""
@@ -79,7 +77,9 @@ def dcp_model(
     if not is_megatron(found):
         raise not_megatron(files.location, found)
     _refuse_parts(files.location, common)
-    _refuse_twins(Counter(map(_unwrapped, found.weights)))
+    names = Counter(map(_unwrapped, found.weights))
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise MappingError("weights that are one without their wrappers:\n" + list_problems(twice), twice)
     values = SmallValues(files, trust_pickle)
     kinds, groups, notes = _optimizers(found, catalog, values, rounds, weights_only)
     nested, dropped = _nested(found, catalog, values)
@@ -104,11 +104,7 @@ def dcp_model(
 
 
 def refuse_group_map(location: str, catalog: Catalog) -> None:
-    """Nothing, for what may be a model.
-
-    Raises:
-        UnsupportedCheckpointError: it is what `--dump-param-to-param-group-map` writes.
-    """
+    """Raise UnsupportedCheckpointError if it is what `--dump-param-to-param-group-map` writes."""
     if is_group_map(catalog):
         raise UnsupportedCheckpointError(
             f"{location} is not a model but the map of one: the parameter group of each of {len(catalog.objects)} "
@@ -311,16 +307,9 @@ def _tensor(
     return FsdpTensor(
         _unwrapped(name),
         weight.shape,
-        {kind: entry.dtype for kind, entry in kept.items()},
-        {kind: (Source(entry.key),) for kind, entry in kept.items()},
+        {kind: entry.value for kind, entry in kept.items()},
         step,
     )
-
-
-def _refuse_twins(names: Counter[str]) -> None:
-    """Nothing, where every tensor has a name of its own."""
-    if twice := [name for name, count in names.items() if count > 1]:
-        raise MappingError("weights that are one without their wrappers:\n" + list_problems(twice), twice)
 
 
 def _unwrapped(name: str) -> str:
@@ -336,7 +325,7 @@ def _nested(
 ) -> tuple[dict[tuple[str | int, ...], object], Iterable[str]]:
     """The leaves of nested states by path, and a line for each key that is left out."""
     nested: dict[tuple[str | int, ...], object] = {}
-    dropped, unknown = list[str](), list[str]()
+    others = list[str]()
     for key in found.others:
         if key.startswith(NESTED_STATES):
             of_tensor = key in catalog.tensors
@@ -345,12 +334,5 @@ def _nested(
             )
             nested[nested_path(catalog, key)] = value
         elif key not in COMMON_ITEMS:
-            why = next((why for glob, why in _DROPPED if fnmatchcase(key, glob)), None)
-            (dropped if why else unknown).append(f"{key}: {why}" if why else key)
-    if unknown:
-        raise MappingError(
-            "the checkpoint holds keys that no rule accounts for; leave them out with --ignore-keys GLOB if the "
-            "target can do without them:\n" + list_problems(unknown),
-            unknown,
-        )
-    return nested, dropped
+            others.append(key)
+    return nested, left_out_by(_DROPPED, others)

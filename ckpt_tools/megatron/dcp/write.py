@@ -15,41 +15,45 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from ckpt_tools.megatron.dcp.adam_fields import ADAM_FIELDS, DECOUPLED, INITIAL_LR
-from ckpt_tools.megatron.fsdp_dtensor.common_part import (
-    Part,
-    common_part,
-    dialect_notes,
-    renamed,
-)
-from ckpt_tools.megatron.fsdp_dtensor.kept import optimizer_name, told_kinds
-from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter
 from ckpt_tools.megatron.fsdp_dtensor.tensors import (
     backfill_groups,
     live_value,
-    model_tensors,
     roles_of,
 )
 from ckpt_tools.megatron.fsdp_dtensor.write import (
     FsdpTarget,
+    Part,
+    build_live_target,
     check_options,
     choose_dialect,
     choose_memberships,
-    choose_parameters,
-    choose_style,
-    choose_vocab,
-    known_vocabulary,
+    optimizer_name,
+    told_kinds,
     trained_parameters,
-    writer_tp,
 )
 from ckpt_tools.megatron.keys import state_role
-from ckpt_tools.megatron.names import Dialect
-from ckpt_tools.model.model import Model, unread_note
+from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER
-from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTensor
+from ckpt_tools.model.target import InlineTensor, TargetObject, TargetTensor
+
+INITIAL_LR = "initial_lr"  # what torch's schedulers multiply
+DECOUPLED = "decoupled_weight_decay"
+# Fields of torch.optim.Adam and AdamW beside lr, betas, eps and weight_decay, with their defaults.
+ADAM_FIELDS: Mapping[str, Any] = {
+    "amsgrad": False,
+    "foreach": None,
+    "maximize": False,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    DECOUPLED: True,
+}
+
 
 MODEL, OPTIMIZER = "model", "optimizer"
 _NOT_NAMED = "only Adam's states and groups have names that torch's optimizers ask for here"
@@ -60,46 +64,17 @@ _APART = frozenset(
 
 
 def build_dcp_target(model: Model, options: TargetOptions) -> FsdpTarget:
-    """Everything the plain state dict of `model` must contain.
-
-    Raises the errors of `build_fsdp_target`, but for gated projections: they stay whole.
-    """
+    """Everything the plain state dict of `model` must contain; gated projections stay whole."""
     check_options(options)
-    dialect = running_names(choose_dialect(model, options))
-    style, notes = choose_style(model, options)
-    tp = options.tp or writer_tp(model).ranks
-    found = choose_parameters(model, options, style, dialect, tp, halves=False)
-    notes += dialect_notes(found, model, dialect, options)
-    vocab = choose_vocab(model, options, found)
-    weights = [tensor for p in vocab.parameters for tensor in model_tensors(p, MODEL, options.dtype)]
-    optimizer = _optimizer(model, options, vocab.parameters)
-    common = common_part(model, options, dialect, tp)
-    dropped = (*model.dropped, *optimizer.dropped, *common.dropped)
-    target = Target(
-        tensors=(*weights, *optimizer.tensors),
-        inline=(*optimizer.inline, *common.inline),
-        objects=(*optimizer.objects, *common.objects),
-        dropped=tuple(line.replace("fsdp_dtensor", "a plain state dict") for line in dropped),
-        renamed=renamed(vocab.parameters),
-        backfilled=optimizer.backfilled,
-        notes=(*unread_note(model), *model.notes, *notes, *vocab.notes, *optimizer.notes, *common.notes),
-    )
-    return FsdpTarget(
-        target,
-        tuple(vocab.parameters),
-        optimizer.memberships,
-        dialect,
-        style,
-        vocab,
-        *known_vocabulary(model, options, vocab.parameters),
-    )
-
-
-def running_names(dialect: Dialect) -> Dialect:
-    """The dialect with the names of the running module in the place of those that its checkpoints have."""
-    return replace(
+    dialect = choose_dialect(model, options)
+    running = replace(
         dialect, mtp_in_state=dialect.mtp_in_groups, mla_fused_in_state=True, gdn_fused_in_state=True
     )
+    built = build_live_target(
+        model, options, running, MODEL, partial(_optimizer, model, options), halves=False
+    )
+    dropped = tuple(line.replace("fsdp_dtensor", "a plain state dict") for line in built.target.dropped)
+    return replace(built, target=replace(built.target, dropped=dropped))
 
 
 def _optimizer(model: Model, options: TargetOptions, parameters: Sequence[LiveParameter]) -> Part:

@@ -2,16 +2,12 @@
 
 * `options`: what a user may decide about an `fsdp_dtensor` output
 * `write`: from a `Model` to what the checkpoint must contain: all decisions
-* `common_part`: what it has beside weights and optimizer states
-* `live`: parameters of the running model as concatenations of stored ones
+* `parameters`: parameters of the running model as rows of stored ones, and back
 * `fresh_optimizer`: an optimizer that has not begun, for weights that start a job
 * `gating`: which fc1 weights are written in halves
 * `tensors`: the keys, and what stands under them
 * `flatten`: nested values as leaves under dotted keys
-* `entries`: the keys taken apart again
 * `stages`: layers that have the numbers of a pipeline stage
-* `stored`: live parameters as stored ones: the mirror of `live`
-* `read`: the checkpoint as a `Model`
-* `kept`: what Megatron-FSDP has no place for, beside what it asks for
+* `read`: the keys taken apart again; the checkpoint as a `Model`
 * `regroup`: the same checkpoint for another topology
 """

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ckpt_tools.errors import MappingError, list_problems
-from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter
+from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter
 from ckpt_tools.megatron.keys import is_of_transformers
 
 FC1 = re.compile(r"^(?P<module>.*)\.linear_fc1\.(?P<leaf>weight|bias)(?P<expert>\d*)$")
@@ -50,12 +50,15 @@ def mark_gated(parameters: Sequence[LiveParameter], choice: GatingChoice) -> lis
             f"{some}.linear_fc1 is gated by its shape, but neither args nor run_config.yaml say by which "
             "activation; pass --swiglu if the model uses SwiGLU, --no-swiglu otherwise"
         )
-    return [
-        replace(p, gated=True)
-        if (_is_fc1_of(p.name, gated) and (split or choice.modules)) or (split and _is_fc1_by_name(p.name))
-        else p
-        for p in parameters
-    ]
+
+    def is_stored_in_halves(name: str) -> bool:
+        match = _fc1(name)
+        if match is None:
+            return False
+        by_name = split and ".mlp.linear_fc1." in name and is_of_transformers(name)
+        return bool(by_name or ((split or choice.modules) and gated.get(_module_id(match))))
+
+    return [replace(p, gated=True) if is_stored_in_halves(p.name) else p for p in parameters]
 
 
 def gated_modules(parameters: Iterable[LiveParameter]) -> dict[str, bool]:
@@ -90,16 +93,7 @@ def _module_id(match: re.Match[str]) -> str:
 
 
 def _fc1(name: str) -> re.Match[str] | None:
-    return FC1.match(name) if ".linear_fc1." in name else None  # of hundred thousands, few
-
-
-def _is_fc1_of(name: str, gated: dict[str, bool]) -> bool:
-    match = _fc1(name)
-    return match is not None and gated.get(_module_id(match), False)
-
-
-def _is_fc1_by_name(name: str) -> bool:
-    return ".mlp.linear_fc1." in name and is_of_transformers(name) and FC1.match(name) is not None
+    return FC1.match(name) if ".linear_fc1." in name else None  # cheap test first: few names match
 
 
 def _contradictions(gated: dict[str, bool], choice: GatingChoice) -> Iterable[str]:

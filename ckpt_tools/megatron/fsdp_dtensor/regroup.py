@@ -6,17 +6,17 @@ are grouped by rank, and each rank has rng states of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ckpt_tools.errors import MappingError, UsageError, list_problems
-from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpSource
-from ckpt_tools.megatron.fsdp_dtensor.stored import StoredParameter, packed_projections, stored_parameters
+from ckpt_tools.megatron.fsdp_dtensor.parameters import StoredParameter, packed_projections, stored_parameters
+from ckpt_tools.megatron.fsdp_dtensor.read import FsdpSource
 from ckpt_tools.megatron.keys import STEP, parameter_of, rng_key, role_of
 from ckpt_tools.megatron.run_state.record import Size
-from ckpt_tools.model.catalog import Catalog, Item
+from ckpt_tools.model.catalog import Catalog, Item, concat
 from ckpt_tools.model.target import Target, TargetObject, TargetTensor
-from ckpt_tools.model.views import Narrow, Place, Source
+from ckpt_tools.model.views import Source
 
 Path = tuple[str | int, ...]
 
@@ -107,22 +107,10 @@ def _regrouped(source: FsdpSource, writer: int | None, tp: int) -> Iterator[tupl
             "projections cannot be grouped by tensor-parallel rank:\n" + list_problems(problems), problems
         )
     for found in parts.values():
-        for kind, (whole, *_) in found[0].tensor.sources.items():
-            yield whole.key, tuple(_group(found, kind, tp))
-
-
-def _group(parts: Sequence[StoredParameter], kind: str, tp: int) -> Iterator[Source]:
-    """Rank 0's rows of every part, then rank 1's."""
-    shape = parts[0].tensor.shape
-    rest = (0,) * (len(shape) - 1)
-    at = 0
-    for rank in range(tp):
-        for part in parts:
-            count = part.shape[0] // tp
-            steps = (Narrow(0, rank * count, count), Place((at, *rest), shape))
-            for stored in part.sources(kind):
-                yield Source(stored.key, (*stored.view, *steps))
-            at += count
+        for kind, whole in found[0].tensor.values.items():
+            values = [part.value(kind) for part in found]
+            rows = [v.rows(v.shape[0] // tp * rank, v.shape[0] // tp) for rank in range(tp) for v in values]
+            yield whole.sources[0].key, concat(found[0].tensor.name, rows).sources
 
 
 def _notes(regrouped: Mapping[str, object], writer: int | None, tp: int | None) -> Iterator[str]:

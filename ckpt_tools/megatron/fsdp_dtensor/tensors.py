@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.fsdp_dtensor.flatten import Path, dotted, leaves
-from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter
+from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter
 from ckpt_tools.megatron.keys import (
     BUFFERS,
     HALVES,
@@ -31,14 +31,12 @@ from ckpt_tools.megatron.keys import (
     state_role,
 )
 from ckpt_tools.megatron.param_groups import Group, Membership
-from ckpt_tools.model.catalog import Value
-from ckpt_tools.model.deferred import Deferred, Run
+from ckpt_tools.model.catalog import Value, concat
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.many import many
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import InlineTensor, TargetObject, TargetTensor
-from ckpt_tools.model.views import Narrow, Place, Source, View
 
 TORCH_ADAM_FIELDS = frozenset({"amsgrad", "foreach", "maximize", "capturable"})
 Item = TypeVar("Item", InlineTensor, TargetObject)
@@ -84,28 +82,15 @@ def halves(parameter: LiveParameter) -> tuple[Half, ...]:
 
 
 def live_value(parameter: LiveParameter, role: str) -> Value:
-    """The unsplit parameter as one value: its stored parts, each where the running model has it."""
-    if parameter.is_whole and not parameter.has_padding:
+    """The unsplit parameter as one value: its stored parts in order, and zeros where it has more rows than they."""
+    if not parameter.shape:
         return parameter.rows[0].parameter.values[role]
-    parts = [rows.parameter.values[role] for rows in parameter.rows]
-    dtypes = {part.dtype for part in parts}
-    if len(dtypes) > 1:
-        raise MappingError(f"{parameter.name}: its stored parts have different types {sorted(dtypes)}")
-    zeros = parameter.has_padding or any(part.zero_filled for part in parts)
-    if parameter.is_whole:
-        return parts[0] if zeros == parts[0].zero_filled else replace(parts[0], zero_filled=zeros)
-    sources: list[Source] = []
-    for rows, part in zip(parameter.rows, parts, strict=True):
-        origin = (rows.at, *(0,) * (len(parameter.shape) - 1))
-        steps: View = (Narrow(0, rows.start, rows.count), Place(origin, parameter.shape))
-        sources += [Source(s.key, (*s.view, *steps)) for s in part.sources]
-    return Value(dtypes.pop(), parameter.shape, tuple(sources), zeros)
+    parts = [rows.parameter.values[role].rows(rows.start, rows.count) for rows in parameter.rows]
+    return concat(parameter.name, parts, parameter.shape[0])
 
 
-def _cut(value: Value, half: Half, parameter: LiveParameter) -> tuple[Source, ...]:
-    if not parameter.gated:
-        return value.sources
-    return tuple(Source(s.key, (*s.view, Narrow(0, half.start, half.count))) for s in value.sources)
+def _cut(value: Value, half: Half) -> Value:
+    return value.rows(half.start, half.count) if half.suffix else value
 
 
 def running_dtype(parameter: LiveParameter) -> str | None:
@@ -136,30 +121,6 @@ def roles_of(parameter: LiveParameter) -> tuple[str, ...]:
     return tuple(role for role in known if has_role(parameter, role))
 
 
-def check_states(parameters: Iterable[LiveParameter], with_masters: bool, mixed: bool = False) -> None:
-    """Nothing, when no parameter holds only a part of what others hold. Weights in fp32 need no master.
-
-    Raises:
-        MappingError: some do, and they are not `mixed`, Lion's and Adam's.
-    """
-    held: dict[frozenset[str], list[LiveParameter]] = {}
-    for parameter in parameters:
-        kinds = set(roles_of(parameter))
-        if with_masters and running_dtype(parameter) == "float32":
-            kinds.add(MASTER)
-        held.setdefault(frozenset(kinds), []).append(parameter)
-    problems = [
-        f"{p.name}: no {', '.join(sorted(next(other for other in held if kinds < other) - kinds))}"
-        for kinds, found in held.items()
-        if any(kinds < other for other in held)
-        for p in found
-    ]
-    if problems and not mixed:
-        raise MappingError(
-            "optimizer states are missing that other parameters have:\n" + list_problems(problems), problems
-        )
-
-
 def model_tensors(parameter: LiveParameter, prefix: str, dtype: str | None) -> Iterator[TargetTensor]:
     """The `model.*` tensors of one parameter: masters when stored, else the weights.
 
@@ -176,13 +137,14 @@ def model_tensors(parameter: LiveParameter, prefix: str, dtype: str | None) -> I
     head, _, tail = prefix.partition(".")
     for half in halves(parameter):
         name = f"{parameter.name}{half.suffix}"
+        part = _cut(values, half)
         yield TargetTensor(
             key=f"{prefix}.{name}",
             dtype=dtype or values.dtype,
-            shape=(half.count, *parameter.shape[1:]) if parameter.shape else (),
-            sources=_cut(values, half, parameter),
+            shape=part.shape,
+            sources=part.sources,
             path=(head, f"{tail}.{name}" if tail else name),
-            must_round_to=_cut(proof, half, parameter) if proof else (),
+            must_round_to=_cut(proof, half).sources if proof else (),
             must_round_dtype=proof.dtype if proof else None,
             zero_filled=values.zero_filled,
             parameter=name,
@@ -199,37 +161,17 @@ def state_tensors(parameter: LiveParameter, prefixes: Prefixes) -> Iterator[Targ
             continue
         values = live_value(parameter, kind)
         for (half, name), path in zip(named, wrapped, strict=True):
+            part = _cut(values, half)
             yield TargetTensor(
                 key=f"{prefixes.state}.{name}.{kind}",
                 dtype=values.dtype,
-                shape=(half.count, *parameter.shape[1:]) if parameter.shape else (),
-                sources=_cut(values, half, parameter),
+                shape=part.shape,
+                sources=part.sources,
                 path=("optimizer", "state", path, kind),
                 zero_filled=values.zero_filled,
                 parameter=name,
                 role=state_role(kind),
             )
-
-
-def deferred_models(
-    parameters: Sequence[LiveParameter], prefix: str, dtype: str | None
-) -> Deferred[TargetTensor]:
-    """`model_tensors` of all parameters."""
-    count = sum(2 if p.gated else 1 for p in parameters)
-    return Deferred(Run(parameters, lambda p: model_tensors(p, prefix, dtype), count, part_names))
-
-
-def deferred_states(parameters: Sequence[LiveParameter], prefixes: Prefixes) -> Deferred[TargetTensor]:
-    """`state_tensors` of all parameters."""
-    count = sum((2 if p.gated else 1) * sum(kind != MASTER for kind in roles_of(p)) for p in parameters)
-    return Deferred(Run(parameters, lambda p: state_tensors(p, prefixes), count, part_names))
-
-
-def part_names(parameter: LiveParameter) -> tuple[str, ...]:
-    """What the target tensors of a live parameter are called in placements: itself, or its halves."""
-    if not parameter.gated:
-        return (parameter.name,)
-    return tuple([f"{parameter.name}{suffix}" for suffix in HALVES])
 
 
 def step_tensors(
@@ -253,7 +195,7 @@ def group_objects(
     memberships: Mapping[str, Membership],
     groups: Sequence[Group],
     prefixes: Prefixes,
-) -> Deferred[TargetObject]:
+) -> Iterator[TargetObject]:
     """Every field of every trainable parameter's group, under the parameter's unsplit live name.
 
     `is_expert_parallel` is False for all: Megatron-FSDP does not know expert groups
@@ -263,16 +205,12 @@ def group_objects(
     for group in fields:
         if not TORCH_ADAM_FIELDS.isdisjoint(group):
             group.pop("step", None)
-
-    def objects(name: str) -> Iterator[TargetObject]:
+    # the parts of a projection that the target keeps apart share one live name
+    for name in dict.fromkeys(p.group_name for p in parameters):
         wrapped = f"{prefixes.wrappers}.{name}"
         head = f"optimizer.param_to_group_meta.{wrapped}"
         for field, value in fields[memberships[name].group].items():
             yield TargetObject(f"{head}.{field}", value, ("optimizer", "param_to_group_meta", wrapped, field))
-
-    # the parts of a projection that the target keeps apart share one live name
-    names = list(dict.fromkeys(p.group_name for p in parameters))
-    return Deferred(Run(names, objects, sum(len(fields[memberships[name].group]) for name in names)))
 
 
 def backfill_groups(

@@ -2,51 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import MappingError, UsageError, list_problems
-from ckpt_tools.megatron.fsdp_dtensor.common_part import (
-    Part,
-    common_part,
-    dialect_notes,
-    renamed,
-)
+from ckpt_tools.megatron.fsdp_dtensor.flatten import leaves
 from ckpt_tools.megatron.fsdp_dtensor.gating import GatingChoice, mark_gated
-from ckpt_tools.megatron.fsdp_dtensor.kept import other_states
-from ckpt_tools.megatron.fsdp_dtensor.live import LiveParameter, live_parameters
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
+from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter, live_parameters
 from ckpt_tools.megatron.fsdp_dtensor.tensors import (
     Prefixes,
     backfill_groups,
-    check_states,
-    deferred_models,
-    deferred_states,
     group_objects,
+    model_tensors,
+    rng_items,
     roles_of,
+    running_dtype,
     state_prefix,
+    state_tensors,
     step_tensors,
 )
 from ckpt_tools.megatron.hybrid import is_hybrid
 from ckpt_tools.megatron.keys import EXPERTS
 from ckpt_tools.megatron.names import (
     BRIDGE,
+    DIALECTS,
+    MTP_DISK,
     MTP_LIVE,
     Dialect,
     ModelStyle,
     dialect_for,
 )
 from ckpt_tools.megatron.param_groups import Membership, derive_memberships, merge_map, rules_from_args
+from ckpt_tools.megatron.run_state.bridge import ARGS_FROM_MODEL_CONFIG, args_from_model_config
 from ckpt_tools.megatron.run_state.record import Size
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states
-from ckpt_tools.megatron.torch_dist.other_optimizers import mixes_lion_and_adam
-from ckpt_tools.megatron.torch_dist.slices import layer_counts
+from ckpt_tools.megatron.torch_dist.optimizers import (
+    refuse_missing_states,
+    refuse_partial_states,
+)
+from ckpt_tools.megatron.torch_dist.stacking import layer_counts
 from ckpt_tools.megatron.vocab import VocabChange, Vocabulary, resize_vocab, told_tokens, vocabulary
-from ckpt_tools.model.deferred import Deferred
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.model import Model, unread_note
 from ckpt_tools.model.roles import MASTER
-from ckpt_tools.model.target import Target, TargetObject
+from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTensor
+
+if TYPE_CHECKING:
+    from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,27 +76,41 @@ class FsdpTarget:
 def build_fsdp_target(model: Model, options: TargetOptions) -> FsdpTarget:
     """Everything the `fsdp_dtensor` checkpoint of `model` must contain."""
     check_options(options)
-    dialect = choose_dialect(model, options)
-    style, notes = choose_style(model, options)
-    tp = options.tp or writer_tp(model).ranks
-    parameters = choose_parameters(model, options, style, dialect, tp)
-    notes += dialect_notes(parameters, model, dialect, options)
-    vocab = choose_vocab(model, options, parameters)
-    parameters = vocab.parameters
     prefixes = Prefixes(options.model_prefix, options.state_prefix or state_prefix(model))
-    weights = deferred_models(parameters, prefixes.model, options.dtype)
-    optimizer = optimizer_part(model, options, parameters, prefixes)
-    common = common_part(model, options, dialect, tp)
-    tensors = Deferred(weights, optimizer.tensors)
+    optimizer = partial(_optimizer_part, model, options, prefixes)
+    return build_live_target(model, options, choose_dialect(model, options), prefixes.model, optimizer)
+
+
+def build_live_target(
+    model: Model,
+    options: TargetOptions,
+    dialect: Dialect,
+    prefix: str,
+    optimizer_part: Callable[[Sequence[LiveParameter]], Part],
+    *,
+    halves: bool = True,
+) -> FsdpTarget:
+    """A target with the names of the running model, its weights under `prefix`; `halves` of gated ones apart."""
+    style, notes = _choose_style(model, options)
+    tp = options.tp or writer_tp(model).ranks
+    parameters = _choose_parameters(model, options, style, dialect, tp, halves)
+    notes += _dialect_notes(parameters, model, dialect, options)
+    vocab = _choose_vocab(model, options, parameters)
+    parameters = vocab.parameters
+    weights = [tensor for p in parameters for tensor in model_tensors(p, prefix, options.dtype)]
+    optimizer = optimizer_part(parameters)
+    common = _common_part(model, options, dialect, tp)
     target = Target(
-        tensors=tensors,
+        tensors=(*weights, *optimizer.tensors),
         inline=(*optimizer.inline, *common.inline),
-        objects=Deferred(optimizer.objects, common.objects),
+        objects=(*optimizer.objects, *common.objects),
         dropped=(*model.dropped, *optimizer.dropped, *common.dropped),
-        renamed=renamed(parameters),
+        renamed=_renamed(parameters),
         backfilled=optimizer.backfilled,
         notes=(*unread_note(model), *model.notes, *notes, *vocab.notes, *optimizer.notes, *common.notes),
     )
+    args = model.common.args or model.common.model_config
+    told = told_tokens(args)
     return FsdpTarget(
         target,
         tuple(parameters),
@@ -99,18 +118,9 @@ def build_fsdp_target(model: Model, options: TargetOptions) -> FsdpTarget:
         dialect,
         style,
         vocab,
-        *known_vocabulary(model, options, parameters),
+        vocabulary(((p.name, p.shape) for p in parameters), args, options.vocab_size),
+        options.vocab_size or (told[0] if len(told) == 1 else None),
     )
-
-
-def known_vocabulary(
-    model: Model, options: TargetOptions, parameters: Sequence[LiveParameter]
-) -> tuple[Vocabulary | None, int | None]:
-    """The vocabulary of the target, and how many of its rows are tokens where that is known."""
-    args = model.common.args or model.common.model_config
-    told = told_tokens(args)
-    rows = vocabulary(((p.name, p.shape) for p in parameters), args, options.vocab_size)
-    return rows, options.vocab_size or (told[0] if len(told) == 1 else None)
 
 
 def trained_parameters(
@@ -120,16 +130,21 @@ def trained_parameters(
     if options.weights_only:
         return None
     if model.optimizer_layout is not None or model.groups:
-        refuse_missing_states(model.roles, expected_states(model.common, model.groups))
+        refuse_missing_states(model.roles, model.common, model.groups)
     if model.optimizer_layout is None:
         return None
     trained = [p for p in parameters if roles_of(p)]
-    check_states(trained, MASTER in model.roles, mixes_lion_and_adam(model.common))
+    with_masters = MASTER in model.roles
+    held = (
+        (p.name, {*roles_of(p), *([MASTER] if with_masters and running_dtype(p) == "float32" else [])})
+        for p in trained  # weights in fp32 need no master
+    )
+    refuse_partial_states(held, model.common)
     return trained
 
 
-def optimizer_part(
-    model: Model, options: TargetOptions, parameters: Sequence[LiveParameter], prefixes: Prefixes
+def _optimizer_part(
+    model: Model, options: TargetOptions, prefixes: Prefixes, parameters: Sequence[LiveParameter]
 ) -> Part:
     """States, steps and group fields of every trainable parameter; nothing for a conversion of weights."""
     trainable = trained_parameters(model, options, parameters)
@@ -150,12 +165,10 @@ def optimizer_part(
         for p in parameters
         if p.name not in live
     ]
-    inline = list(step_tensors(trainable, memberships, groups, prefixes))
-    objects: Sequence[TargetObject] = group_objects(trainable, memberships, groups, prefixes)
     return Part(
-        tensors=deferred_states(trainable, prefixes),
-        inline=tuple(inline),
-        objects=objects,
+        tensors=tuple(tensor for p in trainable for tensor in state_tensors(p, prefixes)),
+        inline=tuple(step_tensors(trainable, memberships, groups, prefixes)),
+        objects=tuple(group_objects(trainable, memberships, groups, prefixes)),
         backfilled=tuple(backfilled),
         notes=tuple(notes),
         memberships=memberships,
@@ -187,7 +200,7 @@ def choose_dialect(model: Model, options: TargetOptions) -> Dialect:
     return replace(dialect, mtp_in_state=MTP_LIVE)
 
 
-def choose_style(model: Model, options: TargetOptions) -> tuple[ModelStyle, list[str]]:
+def _choose_style(model: Model, options: TargetOptions) -> tuple[ModelStyle, list[str]]:
     """The facts of the model that names depend on, and a note for each that was assumed."""
     settings, notes = model.settings, []
     names = {p.name for p in model.parameters}
@@ -218,8 +231,8 @@ def choose_style(model: Model, options: TargetOptions) -> tuple[ModelStyle, list
     return ModelStyle(local, grouped, settings.fused_mla_down), notes
 
 
-def choose_parameters(
-    model: Model, options: TargetOptions, style: ModelStyle, dialect: Dialect, tp: int, halves: bool = True
+def _choose_parameters(
+    model: Model, options: TargetOptions, style: ModelStyle, dialect: Dialect, tp: int, halves: bool
 ) -> list[LiveParameter]:
     """The live parameters of the target; checks names for clashes and layers for gaps.
 
@@ -248,7 +261,7 @@ def choose_parameters(
     return parameters
 
 
-def choose_vocab(model: Model, options: TargetOptions, parameters: list[LiveParameter]) -> VocabChange:
+def _choose_vocab(model: Model, options: TargetOptions, parameters: list[LiveParameter]) -> VocabChange:
     """The parameters with the vocabulary size that was asked for; unchanged when none was.
 
     Rows beyond the tokens that the args tell of are known to be padding; a smaller vocabulary has to be proven.
@@ -290,3 +303,136 @@ def writer_tp(model: Model) -> Size:
     if held is not None:
         return Size(held, "the source's rng states")
     return Size(model.settings.tp, "the source's args") if model.settings.tp else Size(1, "default")
+
+
+NOT_LOADED = "Megatron-FSDP resumes from Adam's exp_avg and exp_avg_sq only"
+
+
+def other_states(model: Model, trainable: Sequence[LiveParameter]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What a report says of them: left out, and notes."""
+    kinds = told_kinds(trainable)
+    notes = (
+        f"no optimizer is written: {NOT_LOADED}, and the source's is {optimizer_name(model)}. The weights are "
+        f"{'its masters' if MASTER in model.roles else 'as stored'}; the job starts a new optimizer",
+    )
+    return (f"optimizer states {kinds}: {NOT_LOADED}",) if kinds else (), notes
+
+
+def optimizer_name(model: Model) -> str:
+    """What the args call the optimizer, else the states that it keeps."""
+    kinds = [role for role in model.roles if role != MASTER]
+    named = model.common.arg("optimizer")
+    return named if isinstance(named, str) else f"one with {', '.join(kinds) or 'no states'}"
+
+
+def told_kinds(trainable: Iterable[LiveParameter]) -> str:
+    """Every kind of state but the master, of how many parameters it is, and of how many elements."""
+    held: dict[str, list[LiveParameter]] = {}
+    for parameter in trainable:
+        for kind in roles_of(parameter):
+            if kind != MASTER:
+                held.setdefault(kind, []).append(parameter)
+    return ", ".join(
+        f"{kind} ({len(found):,} parameters, {sum(math.prod(p.shape) for p in found):,} elements)"
+        for kind, found in held.items()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some items of a target, and what their making left out or filled in."""
+
+    tensors: Sequence[TargetTensor] = ()
+    inline: tuple[InlineTensor, ...] = ()
+    objects: Sequence[TargetObject] = ()
+    dropped: tuple[str, ...] = ()
+    backfilled: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    memberships: Mapping[str, Membership] = field(default_factory=dict)
+
+
+def _common_part(model: Model, options: TargetOptions, dialect: Dialect, tp: int) -> Part:
+    """Arguments, progress, scheduler and rng."""
+    notes: list[str] = []
+    values: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0}
+    stored = model.common.values
+    values |= {k: stored[k] for k in CARRIED_SCALARS if k in stored}
+    if "iteration" not in stored:
+        notes.append("iteration: the source does not tell it; written as 0")
+    if model.args_object is not None:
+        values["args"] = model.args_object
+    elif dialect.name != "bridge":  # Megatron-LM refuses a checkpoint without args, Bridge asks for none
+        config = model.common.model_config
+        values["args"] = args_from_model_config(config, values["iteration"], model.settings.swiglu)
+        held = values["args"].attributes
+        asked = [name for name in (*ARGS_FROM_MODEL_CONFIG, "iteration") if name in held]
+        others = f" and {len(held) - len(asked)} more settings of its run_config.yaml" if config else ""
+        notes.append(
+            f"args: the source has none; made up with {', '.join(asked)}{others}. Load with --finetune if a check "
+            "asks for more"
+        )
+    dropped = [
+        f"common state {name}: not part of fsdp_dtensor"
+        for name in stored
+        if name not in {*CARRIED_SCALARS, "args", "optimizer", "opt_param_scheduler", "lr_scheduler"}
+    ]
+    tensors: list[InlineTensor] = []
+    objects: list[TargetObject] = []
+    if options.weights_only:
+        dropped.append("optimizer state, parameter groups, scheduler and rng: --weights-only")
+    else:
+        values["opt_param_scheduler"] = model.scheduler
+        if model.optimizer_layout is not None and not model.scheduler:
+            notes.append("opt_param_scheduler: the source has none, and a strict load asks for it")
+        if model.grad_scaler:
+            values["optimizer"] = {"grad_scaler": model.grad_scaler}
+            notes.append(
+                "the loss scaler is kept as optimizer.grad_scaler.*; Megatron-FSDP does not ask for it"
+            )
+        if model.rng_missing:
+            raise MappingError(
+                "rng states of some ranks are missing, so training would not go on where it stopped. Leave all out "
+                "with --ignore-keys 'rng_state/*' and start the job with --no-load-rng:\n"
+                + list_problems(model.rng_missing),
+                model.rng_missing,
+            )
+        tensors, objects, rng_notes = rng_items(model.rng, tp)
+        notes += rng_notes
+    for name, value in values.items():
+        more_tensors, more_objects = leaves(value, (name,))
+        tensors += more_tensors
+        objects += more_objects
+    return Part(inline=tuple(tensors), objects=tuple(objects), dropped=tuple(dropped), notes=tuple(notes))
+
+
+CARRIED_SCALARS = ("checkpoint_version", "iteration", "num_floating_point_operations_so_far")
+
+
+def _dialect_notes(
+    parameters: Sequence[LiveParameter], model: Model, dialect: Dialect, options: TargetOptions
+) -> list[str]:
+    """A note when the model has parts that other targets would name differently."""
+    kinds = {
+        "MTP": any(
+            ".mtp." in f".{p.name}" and (MTP_DISK in p.name or MTP_LIVE in p.name) for p in parameters
+        ),
+        "fused MLA": model.settings.fused_mla_down,
+        "GDN": any(".in_proj." in p.name and p.name.endswith(".query") for p in model.parameters),
+        "Mamba": any("mixer.conv1d." in p.name for p in model.parameters),
+    }
+    parts = [kind for kind, present in kinds.items() if present]
+    if not parts:
+        return []
+    others = ", ".join(name for name in DIALECTS if name != dialect.name)
+    chosen = "chosen" if options.dialect else "the default"
+    return [f"{' and '.join(parts)} names follow --target {dialect.name} ({chosen}); others: {others}"]
+
+
+def _renamed(parameters: Sequence[LiveParameter]) -> tuple[str, ...]:
+    """One line per stored name that changed by more than a layer number."""
+    return tuple(
+        f"{stored.name} -> {p.name}{' (_w, _v)' if p.gated else ''}"
+        for p in parameters
+        for stored in p.stored
+        if stored.name != p.name or p.gated
+    )

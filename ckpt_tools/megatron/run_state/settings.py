@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt_tools.errors import UsageError, list_problems
 from ckpt_tools.formats.pickle.unpickle import TorchDtype
 from ckpt_tools.megatron.hybrid import says_hybrid
+from ckpt_tools.megatron.keys import decoder_layer, layer_of
 from ckpt_tools.megatron.run_state.common_state import CommonState
 
 
@@ -30,50 +33,37 @@ class ModelSettings:
 def read_settings(common: CommonState) -> ModelSettings:
     """Settings of the run that wrote a checkpoint; nothing is known when it kept neither args nor a configuration."""
     if common.args:
-        return settings_from_args(common.args)
-    if common.model_config:
-        return settings_from_model_config(common.model_config)
-    return ModelSettings()
+        return settings_of(common.args)
+    return settings_of(common.model_config, bridge=True) if common.model_config else ModelSettings()
 
 
-def settings_from_args(args: Mapping[str, Any]) -> ModelSettings:
-    """Settings of a Megatron-LM `args` namespace, given as a mapping."""
-    bf16, fp16 = args.get("bf16"), args.get("fp16")
+def settings_of(settings: Mapping[str, Any], bridge: bool = False) -> ModelSettings:
+    """Settings of Megatron-LM's `args`, or of the `model` section of a Megatron-`bridge` `run_config.yaml`."""
+    get = settings.get
+    hybrid, implementation = says_hybrid(settings), get("transformer_impl")
+    is_fp8 = any(map(get, ("fp8", "fp8_param", "fp8_param_gather")))
     return ModelSettings(
-        swiglu=_maybe_bool(args.get("swiglu")),
-        local_norms=_local_norms(args),
-        hybrid=says_hybrid(args),
-        grouped_experts=_maybe_bool(args.get("moe_grouped_gemm")),
-        fused_mla_down=bool(args.get("mla_down_proj_fusion")),
-        half_precision=None if bf16 is None and fp16 is None else bool(bf16 or fp16),
-        num_layers=args.get("num_layers"),
-        tp=args.get("tensor_model_parallel_size"),
-        fp8_recipe=_fp8_recipe(args),
+        swiglu=_swiglu_of_bridge(settings) if bridge else _maybe_bool(get("swiglu")),
+        local_norms=False if hybrid else None if implementation is None else implementation == "local",
+        hybrid=hybrid,
+        grouped_experts=_maybe_bool(get("moe_grouped_gemm")),
+        fused_mla_down=bool(get("mla_down_proj_fusion")),
+        half_precision=None
+        if get("bf16") is None and get("fp16") is None
+        else bool(get("bf16") or get("fp16")),
+        num_layers=get("num_layers"),
+        tp=get("tensor_model_parallel_size"),
+        bridge=bridge,
+        fp8_recipe=str(get("fp8_recipe") or "delayed") if is_fp8 else None,
     )
 
 
-def settings_from_model_config(model: Mapping[str, Any]) -> ModelSettings:
-    """Settings of the `model` section of a Megatron-Bridge `run_config.yaml`.
-
-    Bridge splits fc1 only for a gated unit whose activation is silu (training/checkpointing.py).
-    """
+def _swiglu_of_bridge(model: Mapping[str, Any]) -> bool | None:
+    """Bridge splits fc1 only for a gated unit whose activation is silu (training/checkpointing.py)."""
     gated, activation = model.get("gated_linear_unit"), model.get("activation_func")
     target = activation.get("_target_", "") if isinstance(activation, Mapping) else str(activation or "")
-    bf16, fp16 = model.get("bf16"), model.get("fp16")
-    return ModelSettings(
-        swiglu=None
-        if gated is None
-        else bool(gated) and target.rpartition(".")[2].lower() in ("silu", "swish"),
-        local_norms=_local_norms(model),
-        hybrid=says_hybrid(model),
-        grouped_experts=_maybe_bool(model.get("moe_grouped_gemm")),
-        fused_mla_down=bool(model.get("mla_down_proj_fusion")),
-        half_precision=None if bf16 is None and fp16 is None else bool(bf16 or fp16),
-        num_layers=model.get("num_layers"),
-        tp=model.get("tensor_model_parallel_size"),
-        bridge=True,
-        fp8_recipe=_fp8_recipe(model),
-    )
+    is_silu = target.rpartition(".")[2].lower() in ("silu", "swish")
+    return None if gated is None else bool(gated) and is_silu
 
 
 def training_dtype(common: CommonState) -> str | None:
@@ -95,15 +85,70 @@ def _maybe_bool(value: object) -> bool | None:
     return None if value is None else bool(value)
 
 
-def _fp8_recipe(settings: Mapping[str, Any]) -> str | None:
-    """The recipe of a run that computes in FP8: what decides is whether its weights are FP8 numbers."""
-    if any(settings.get(name) for name in ("fp8", "fp8_param", "fp8_param_gather")):
-        return str(settings.get("fp8_recipe") or "delayed")
-    return None
+FP8 = "float8_e4m3fn"
+_LINEAR = re.compile(r"(?:linear_\w+|in_proj|out_proj|eh_proj)\.weight\d*")
 
 
-def _local_norms(settings: Mapping[str, Any]) -> bool | None:
-    if says_hybrid(settings):
+def is_held_in_fp8(name: str, common: CommonState) -> bool:
+    """Whether the live parameter `name` is FP8 in a job with the settings of the run that wrote a checkpoint."""
+    arg = common.arg
+    if not arg("fp8") or not (arg("fp8_param_gather") or arg("fp8_param")):
         return False
-    implementation = settings.get("transformer_impl")
-    return None if implementation is None else implementation == "local"
+    if arg("transformer_impl") == "local" and not says_hybrid(common.args or common.model_config):
+        return False
+    layer = layer_of(name)
+    if layer is None or not _LINEAR.fullmatch(".".join(name.split(".")[-2:])):
+        return False
+    return not _stays_in_bf16(name, common)
+
+
+def _stays_in_bf16(name: str, common: CommonState) -> bool:
+    """Whether a parameter is of the decoder's first or last layers that are kept out of FP8."""
+    layer, count = decoder_layer(name), common.arg("num_layers")
+    if layer is None or not common.arg("first_last_layers_bf16"):
+        return False
+    first = common.arg("num_layers_at_start_in_bf16", 1)
+    last = common.arg("num_layers_at_end_in_bf16", 1)
+    return layer[0] < first or (isinstance(count, int) and layer[0] >= count - last)
+
+
+Setting = Callable[[str], Any]
+_DELTA_NET, _MIXER = "self_attention.A_log", "mixer.A_log"
+_COUNTED = {  # by the tensor that a layer of the kind has: of what each rank gets as many
+    _DELTA_NET: (("linear_num_key_heads", "key heads of a gated delta net"),
+                 ("linear_num_value_heads", "value heads of a gated delta net")),
+    _MIXER: (("mamba_num_heads", "heads of a Mamba mixer"), ("mamba_num_groups", "groups of a Mamba mixer")),
+}  # fmt: skip
+
+
+def tensor_parallel_problems(tp: int, setting: Setting, names: Iterable[str]) -> Iterator[str]:
+    """Why a job of `tp` tensor-parallel ranks cannot be: by its settings, and the names of the model's weights."""
+    heads, groups = count_of(setting("num_attention_heads")), count_of(setting("num_query_groups"))
+    if setting("group_query_attention") is False:
+        groups = heads
+    if heads and heads % tp:
+        yield f"{heads} attention heads are not a multiple of tensor parallel size {tp}"
+    if groups and groups != heads and groups % tp and tp % groups:
+        yield f"{groups} query groups are neither a multiple nor a divisor of tensor parallel size {tp}"
+    kinds = {kind for name in names for kind in _COUNTED if name.endswith(kind)}
+    for kind in sorted(kinds):
+        for counted, what in _COUNTED[kind]:
+            number = count_of(setting(counted))
+            if number and number % tp:
+                yield f"{number} {what} are not a multiple of tensor parallel size {tp}"
+
+
+def refuse_tensor_parallel(tp: int, setting: Setting, names: Iterable[str]) -> None:
+    """Raise UsageError if the model does not run on `tp` tensor-parallel ranks."""
+    problems = list(tensor_parallel_problems(tp, setting, names))
+    if problems:
+        raise UsageError(
+            f"no job of tensor parallel size {tp} can load this model:\n{list_problems(problems)}\nGive the size of "
+            "one that can with --tp",
+            problems,
+        )
+
+
+def count_of(value: object) -> int | None:
+    """A setting that counts something; None where it is not a whole number above 0."""
+    return value if type(value) is int and value > 0 else None

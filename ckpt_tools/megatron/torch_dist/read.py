@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias
 
 from ckpt_tools.errors import (
     NEVER_FINDINGS,
     CkptError,
-    MappingError,
     VerificationError,
-    list_problems,
 )
 from ckpt_tools.formats.key_filter import leave_out
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.torch_archive.item_reader import StoredTensor, load_object
-from ckpt_tools.megatron.keys import COMMON_OBJECT, bucket_object, is_optimizer_key, rng_shard
+from ckpt_tools.megatron.keys import COMMON_OBJECT, bucket_object, is_optimizer_key, left_out_by, rng_shard
 from ckpt_tools.megatron.run_state.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.run_state.settings import read_settings
 from ckpt_tools.megatron.run_state.stored_values import (
@@ -27,19 +24,19 @@ from ckpt_tools.megatron.run_state.stored_values import (
     optimizer_groups,
     rng_at,
 )
-from ckpt_tools.megatron.torch_dist.object_grids import object_grids
+from ckpt_tools.megatron.torch_dist.grids import object_grids
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import Share, by_threads
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates, selected
-from ckpt_tools.megatron.torch_dist.other_optimizers import is_adams, optimizer_entry
-from ckpt_tools.megatron.torch_dist.slices import Slice, SortedKeys, sort_keys
+from ckpt_tools.megatron.torch_dist.optimizers import is_adams, optimizer_entry
+from ckpt_tools.megatron.torch_dist.stacking import Slice, SortedKeys, sort_keys
 from ckpt_tools.model.catalog import Catalog, Item, Value
 from ckpt_tools.model.model import Model, Parameter
 from ckpt_tools.model.roles import WEIGHT
 from ckpt_tools.model.views import Source
 
 # Objects that Megatron-FSDP neither reads nor writes, and why they can be left out.
-DROPPED_OBJECTS = (
+_DROPPED = (
     ("*_extra_state/shard_*", "Transformer Engine extra state: not part of fsdp_dtensor"),
     ("*_extra_state", "Transformer Engine extra state: not part of fsdp_dtensor"),
     ("rerun_state_machine_state/*", "rerun state: not part of fsdp_dtensor"),
@@ -220,28 +217,14 @@ def rng_states(files: Files, catalog: Catalog) -> tuple[dict[tuple[int, int], ob
 
 def dropped_objects(keys: SortedKeys, consumed: frozenset[str], unknown_keys: bool) -> list[str]:
     """One line per object or tensor that the target leaves out."""
-    dropped, unknown = [], []
-    for key in (*keys.objects, *keys.optimizer):
-        rng = rng_shard(key)
-        if rng and rng.dp:
-            dropped.append(f"{key}: fsdp_dtensor keeps the rng states of one data-parallel rank")
-            continue
-        if rng or key in consumed or key == COMMON_OBJECT:
-            continue
-        reason = next((why for glob, why in DROPPED_OBJECTS if fnmatchcase(key, glob)), None)
-        if reason is None:
-            unknown.append(key)
-        else:
-            dropped.append(f"{key}: {reason}")
-    if unknown_keys:
-        return dropped + [f"{key}: no rule accounts for it" for key in unknown]
-    if unknown:
-        weights = (
-            "; --weights-only leaves out the whole optimizer" if any(map(is_optimizer_key, unknown)) else ""
-        )
-        raise MappingError(
-            "the checkpoint holds keys that no rule accounts for; leave them out with --ignore-keys GLOB if the "
-            f"target can do without them{weights}:\n" + list_problems(unknown),
-            unknown,
-        )
-    return dropped
+    ranks = {key: rank for key in keys.objects if (rank := rng_shard(key))}
+    others = [
+        key
+        for key in (*keys.objects, *keys.optimizer)
+        if key not in ranks and key not in consumed and key != COMMON_OBJECT
+    ]
+    of_data_parallel = "fsdp_dtensor keeps the rng states of one data-parallel rank"
+    return [
+        *(f"{key}: {of_data_parallel}" for key, rank in ranks.items() if rank.dp),
+        *left_out_by(_DROPPED, others, unknown_keys),
+    ]

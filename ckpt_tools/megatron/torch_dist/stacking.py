@@ -1,6 +1,10 @@
-"""Which stored parameters share one tensor: the layers of a homogeneous block and the experts of a layer.
+"""Stored tensors as parameters of one layer and one expert (`slices_of`), and parameters as stored tensors (`Stack`).
 
-Megatron stacks a block's layers along a leading axis unless its configuration says that layers may differ
+A stored weight may be stacked: along a leading layer axis (homogeneous blocks write no layer number) and along an
+expert axis. Every (layer, expert) slice of it is one parameter, under the name it would have if layers were written
+one by one. Names at this point are those of the disk; `names.py` makes them live ones.
+
+Back again, Megatron stacks a block's layers unless its configuration says that layers may differ
 (transformer_block.py `sharded_state_dict`); experts of a layer always share a tensor. The target model asks for
 exactly its own form, so the choice follows the args, and a block whose layers differ cannot be stacked at all.
 """
@@ -9,15 +13,129 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import NamedTuple, TypeAlias
 
 from ckpt_tools.errors import MappingError, list_problems
-from ckpt_tools.megatron.keys import HALVES, is_of_transformers, layer_of, split_half, stacked_layers
+from ckpt_tools.megatron.adapters import not_merged
+from ckpt_tools.megatron.keys import (
+    HALVES,
+    Layer,
+    expert_of,
+    has_expert_axis,
+    is_of_transformers,
+    is_optimizer_key,
+    layer_of,
+    split_half,
+    stacked_axes,
+    stacked_layers,
+)
 from ckpt_tools.megatron.run_state.common_state import CommonState
-from ckpt_tools.megatron.torch_dist.slices import missing_layers
-from ckpt_tools.model.catalog import Value
+from ckpt_tools.model.catalog import Catalog, TensorEntry, Value, concat, stack
 from ckpt_tools.model.model import Parameter
-from ckpt_tools.model.views import Insert, Place, Source, View
+
+_SHOWN = 16  # missing layers that a message names; a key may claim to be of any layer
+
+
+class Slice(NamedTuple):
+    """One slice of a stored weight: a parameter or persistent buffer of one layer and one expert.
+
+    `lead` indexes the leading (layer, expert) axes of the stored tensor `key`; `shape` is what is left of its
+    shape, in elements. `name` has the layer number but keeps the disk's spelling and no expert number.
+    """
+
+    name: str
+    key: str
+    lead: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    expert: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SortedKeys:
+    """All keys of a `torch_dist` catalog by what they are. Extra states, rng and the like are in `objects`."""
+
+    parameters: tuple[Slice, ...]
+    optimizer: tuple[str, ...]
+    objects: tuple[str, ...]
+
+
+def sort_keys(catalog: Catalog) -> SortedKeys:
+    """Every key of the catalog, as parameters, optimizer keys and objects."""
+    optimizer = [key for key in catalog.tensors if is_optimizer_key(key)]
+    weights = [entry for key, entry in catalog.tensors.items() if not is_optimizer_key(key)]
+    parameters = [parameter for entry in weights for parameter in slices_of(entry)]
+    if all(p.name.startswith("module.") for p in parameters):  # NeMo 2 puts it in front of every name
+        parameters = [p._replace(name=p.name.removeprefix("module.")) for p in parameters]
+    problems = [
+        f"{e.key}: adapter weights (LoRA) are not part of a whole model; {other or 'merge-adapter merges them'}"
+        for e in weights
+        if (other := not_merged(e.key)) or ".adapter." in e.key
+    ]
+    problems += missing_layers(p.name for p in parameters)
+    if problems:
+        raise MappingError(
+            "the weights do not make a whole Megatron model:\n" + list_problems(problems), problems
+        )
+    return SortedKeys(tuple(parameters), tuple(optimizer), tuple(catalog.objects))
+
+
+def slices_of(entry: TensorEntry) -> list[Slice]:
+    """The parameters stacked in one stored weight, in index order; a single one when nothing is stacked."""
+    key = entry.key
+    name, number = expert_of(key)
+    stacked = stacked_layers(name)
+    if len(stacked) > 1:
+        raise MappingError(f"{key}: more than one stacked `layers` segment; no known model writes that")
+    axes = stacked_axes(key)
+    if len(entry.shape) < axes:
+        raise MappingError(f"{key}: shape {entry.shape} is too short for its stacked layer and expert axes")
+    lead_shape, shape = entry.shape[:axes], entry.shape[axes:]
+    layer_range: Iterable[int | None] = range(lead_shape[0]) if stacked else (None,)
+    expert_range: Iterable[int | None] = range(lead_shape[-1]) if has_expert_axis(key) else (None,)
+    experts = tuple(expert_range)
+    at = stacked[0] if stacked else 0
+    return [
+        Slice(
+            name=name if layer is None else f"{name[:at]}{layer}.{name[at:]}",
+            key=key,
+            lead=tuple([i for i in (layer, expert) if i is not None]),
+            shape=shape,
+            dtype=entry.dtype,
+            expert=expert if number is None else number,
+        )
+        for layer in layer_range
+        for expert in experts
+    ]
+
+
+def missing_layers(names: Iterable[str]) -> list[str]:
+    """One line per block whose layer numbers do not run from 0 without a gap."""
+    blocks: dict[str, set[int]] = {}
+    for name in names:
+        layer = layer_of(name)
+        if layer:
+            blocks.setdefault(layer.block, set()).add(layer.number)
+    problems = []
+    for block, found in sorted(blocks.items()):
+        count = max(found) + 1 - len(found)
+        if count:
+            first = [n for n in range(len(found) + _SHOWN) if n not in found][:_SHOWN]
+            named = f"layers {first[:count]}" if count <= _SHOWN else f"{count} layers, the first {first},"
+            problems.append(f"{block}*: {named} are missing below layer {max(found)}")
+    return problems
+
+
+def layer_counts(names: Iterable[str]) -> Mapping[str, int]:
+    """Number of layers of every block, by the name before the layer number (`decoder.layers.`)."""
+    counts: dict[str, int] = {}
+    for name in names:
+        layer = layer_of(name)
+        if layer:
+            counts[layer.block] = max(counts.get(layer.block, 0), layer.number + 1)
+    return counts
+
 
 # Settings under which a transformer block names its layers one by one.
 _FREQUENCIES = ("moe_layer_freq", "linear_attention_freq")
@@ -48,42 +166,17 @@ class Stack:
         return tuple(self.members.values())
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Global shape, leading axes included, in elements."""
-        return (*self.lead, *self.parameters[0].shape)
-
-    @property
     def weight(self) -> Value:
         """Its parameters' weights as one tensor."""
-        return self._joined({index: p.weight for index, p in self.members.items()})
+        return stack(self.key, {index: p.weight for index, p in self.members.items()}, self.lead)
 
     def state(self, role: str) -> Value:
-        """One optimizer state, which all its parameters have, as one tensor; raises as `weight`."""
-        return self._joined({index: p.values[role] for index, p in self.members.items()})
-
-    def _joined(self, values: Mapping[tuple[int, ...], Value]) -> Value:
-        dtypes = sorted({value.dtype for value in values.values()})
-        if len(dtypes) > 1:
-            raise MappingError(f"{self.key}: its layers or experts have different types {dtypes}")
-        found = []
-        for index, value in values.items():
-            place = Place((*index, *(0,) * len(value.shape)), self.shape)
-            steps: View = (*(Insert(0) for _ in index), place) if index else ()
-            found += [Source(source.key, (*source.view, *steps)) for source in value.sources]
-        zeros = any(value.zero_filled for value in values.values())
-        return Value(dtypes[0], self.shape, tuple(found), zeros)
+        """One optimizer state, which all its parameters have, as one tensor."""
+        return stack(self.key, {index: p.values[role] for index, p in self.members.items()}, self.lead)
 
 
 _Content: TypeAlias = tuple[str, int | None, tuple[int, ...]]
 """What tells a parameter of one layer from another: rest of its name, expert, shape."""
-
-
-class _Place(NamedTuple):
-    """Where a parameter stands: its block (`decoder.layers.`), its layer there, and the rest of its name."""
-
-    block: str
-    layer: int | None
-    rest: str
 
 
 def stack_parameters(
@@ -93,16 +186,17 @@ def stack_parameters(
 
     `stacked` overrides what the args say, but not what is impossible.
     """
-    _refuse_gaps(parameters)
-    places = [_place(p.name) for p in parameters]
-    as_stack, notes = _choose(parameters, places, common, stacked)
+    problems = missing_layers(p.name for p in parameters)
+    if problems:
+        raise MappingError("the model is not whole:\n" + list_problems(problems), problems)
+    layers = [None if is_of_transformers(p.name) else layer_of(p.name) for p in parameters]
+    as_stack, notes = _choose(parameters, layers, common, stacked)
     members: dict[str, dict[tuple[int, ...], Parameter]] = {}
-    for parameter, (block, layer, rest) in zip(parameters, places, strict=True):
-        is_stacked = layer is not None and as_stack[block]
-        key = f"{block}{rest}" if is_stacked else parameter.name
-        index = (layer if is_stacked else None, parameter.expert)
+    for parameter, layer in zip(parameters, layers, strict=True):
+        in_stack = layer if layer is not None and as_stack[layer.block] else None
+        key = parameter.name if in_stack is None else f"{in_stack.block}{in_stack.leaf}"
+        index = (None if in_stack is None else in_stack.number, parameter.expert)
         members.setdefault(key, {})[tuple(i for i in index if i is not None)] = parameter
-    problems: list[str] = []
     stacks = [_stack(key, found, problems) for key, found in members.items()]
     if problems:
         raise MappingError(
@@ -133,43 +227,25 @@ def _joined_half(name: str, twins: Mapping[str, Parameter]) -> Parameter:
     if len({(p.shape, p.dtype, p.states) for p in parts}) != 1 or len(parts) != len(HALVES):
         raise MappingError(f"{name}: its halves {', '.join(p.name for p in parts)} do not make one tensor")
     first = parts[0]
-    rows, rest = first.shape[0], first.shape[1:]
-    whole = (rows * len(parts), *rest)
-    values = {}
-    for role, value in first.values.items():
-        sources = tuple(
-            Source(s.key, (*s.view, Place((i * rows, *(0,) * len(rest)), whole)))
-            for i, p in enumerate(parts)
-            for s in p.values[role].sources
-        )
-        values[role] = replace(value, shape=whole, sources=sources)
-    return replace(first, name=name, shape=whole, values=values, origin=first.origin.removesuffix(HALVES[0]))
-
-
-def _refuse_gaps(parameters: Sequence[Parameter]) -> None:
-    problems = missing_layers(p.name for p in parameters)
-    if problems:
-        raise MappingError("the model is not whole:\n" + list_problems(problems), problems)
-
-
-def _place(name: str) -> _Place:
-    layer = None if is_of_transformers(name) else layer_of(name)
-    return _Place("", None, name) if layer is None else _Place(*layer)
+    values = {role: concat(name, [p.values[role] for p in parts]) for role in first.values}
+    shape = (first.shape[0] * len(parts), *first.shape[1:])
+    return replace(first, name=name, shape=shape, values=values, origin=first.origin.removesuffix(HALVES[0]))
 
 
 def _choose(
     parameters: Sequence[Parameter],
-    places: Sequence[_Place],
+    places: Sequence[Layer | None],
     common: CommonState,
     stacked: bool | None,
 ) -> tuple[dict[str, bool], list[str]]:
     """Whether each block is stacked, and notes."""
     layers: dict[str, dict[int, set[_Content]]] = {}
     stored: dict[str, bool] = {}
-    for p, (block, layer, rest) in zip(parameters, places, strict=True):
-        if layer is not None:
-            stored[block] = bool(stacked_layers(p.origin))
-            layers.setdefault(block, {}).setdefault(layer, set()).add((rest, p.expert, p.shape))
+    for p, place in zip(parameters, places, strict=True):
+        if place is not None:
+            stored[place.block] = bool(stacked_layers(p.origin))
+            of_block = layers.setdefault(place.block, {})
+            of_block.setdefault(place.number, set()).add((place.leaf, p.expert, p.shape))
     reason = _reason_apart(common)
     if stacked is not False and (reason is None or reason.startswith(_FREQUENCIES)):
         _refuse_partial_layers(layers)
@@ -239,9 +315,7 @@ def _stack(key: str, members: dict[tuple[int, ...], Parameter], problems: list[s
     shapes = {p.shape for p in members.values()}
     if len(shapes) > 1:
         problems.append(f"{key}: its layers or experts have different shapes {sorted(shapes)}")
-    expected = 1
-    for length in lead:
-        expected *= length
+    expected = prod(lead)
     if len(members) != expected:
         problems.append(f"{key}: {len(members)} of {expected} (layer, expert) slices are there")
     return Stack(key, lead, dict(sorted(members.items())))

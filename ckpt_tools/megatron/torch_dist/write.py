@@ -19,17 +19,20 @@ from ckpt_tools.errors import MappingError, UsageError, list_problems
 from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, state_role
 from ckpt_tools.megatron.names import BRIDGE, Dialect, dialect_for
 from ckpt_tools.megatron.run_state.record import Size, TargetRecord
-from ckpt_tools.megatron.torch_dist.extra_state import extra_state_keys
-from ckpt_tools.megatron.torch_dist.groups import rebuild_optimizer
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import expected_states, refuse_missing_states
-from ckpt_tools.megatron.torch_dist.other_optimizers import (
+from ckpt_tools.megatron.torch_dist.grids import (
+    RngGrid,
+    extra_state_keys,
+    refuse_sizes,
+    rng_grid,
+    rng_objects,
+)
+from ckpt_tools.megatron.torch_dist.optimizers import (
     is_distributed,
+    refuse_missing_states,
     refuse_partial_states,
     spelled_master,
 )
-from ckpt_tools.megatron.torch_dist.rng_grid import Grid, refuse_sizes, rng_grid, rng_objects
-from ckpt_tools.megatron.torch_dist.slices import layer_counts
-from ckpt_tools.megatron.torch_dist.stacking import Stack, joined_halves, stack_parameters
+from ckpt_tools.megatron.torch_dist.stacking import Stack, joined_halves, layer_counts, stack_parameters
 from ckpt_tools.megatron.vocab import Vocabulary, vocabulary
 from ckpt_tools.model.choices import DialectName, LayerSpec
 from ckpt_tools.model.dtypes import CASTABLE
@@ -101,7 +104,6 @@ def build_torch_dist_target(model: Model, options: TorchDistOptions) -> TorchDis
     rerun = [] if options.weights_only else [TargetObject(key, [None]) for key in _stored(model, RERUN)]
     objects = (*rng, *extra, *rerun, TargetObject(COMMON_OBJECT, [common]))
     kept = carried_objects(model, objects)
-    restored = restored_objects(model, objects)
     target = Target(
         tensors=(
             *_weights(stacks, model, options),
@@ -109,8 +111,8 @@ def build_torch_dist_target(model: Model, options: TorchDistOptions) -> TorchDis
         ),
         objects=objects,
         dropped=(
-            *_dropped(model, kept | restored),
-            *_unplaced(model, {o.key for o in objects}, options),
+            *_dropped(model, kept),
+            *_unplaced(model, {o.key for o in objects}),
         ),
         renamed=_renamed(stacks, model),
         notes=(
@@ -118,7 +120,7 @@ def build_torch_dist_target(model: Model, options: TorchDistOptions) -> TorchDis
             *model.notes,
             *notes,
             *(rng_notes if any(o.key not in kept for o in rng) or not rng else ()),
-            *_losses(model, options, kept | restored),
+            *_losses(model, options, kept),
         ),
     )
     record = _record(model, options, dialect, grid)
@@ -134,7 +136,7 @@ def choose_dialect(model: Model, asked: str | None) -> Dialect:
     return dialect_for(asked, otherwise, (p.name for p in model.parameters))
 
 
-def _record(model: Model, options: TorchDistOptions, dialect: Dialect, grid: Grid | None) -> TargetRecord:
+def _record(model: Model, options: TorchDistOptions, dialect: Dialect, grid: RngGrid | None) -> TargetRecord:
     """The sizes that something written depends on: rng states on TP and DP, the groups of experts on EP and ETP."""
     arg = model.common.arg
     has_experts = any(p.expert is not None for p in model.parameters)
@@ -169,8 +171,9 @@ def _common_state(model: Model, options: TorchDistOptions) -> tuple[dict[str, An
         common["opt_param_scheduler"] = dict(model.scheduler)
     if model.optimizer_layout is None:
         return common, ()
-    refuse_missing_states(model.roles, expected_states(model.common, model.groups))
-    refuse_partial_states(model.parameters, model.common)
+    refuse_missing_states(model.roles, model.common, model.groups)
+    held = ((p.name, set(p.states) - {MASTER}) for p in model.parameters if p.states)
+    refuse_partial_states(held, model.common)
     if model.own_optimizer is not None:
         common["optimizer"] = model.own_optimizer
         if is_distributed(model.own_optimizer):
@@ -262,16 +265,13 @@ def _weight_dtype(stack: Stack, stored: str, model: Model, options: TorchDistOpt
     is_frozen = model.optimizer_layout is not None and not first.states
     if stored not in CASTABLE or is_frozen or stack.key.endswith(BUFFERS):
         return stored
-    return options.dtype or first.dtype or _need_dtype(stack.key, stored)
-
-
-def _need_dtype(key: str, stored: str) -> str:
-    if stored == "float32":
+    known = options.dtype or first.dtype
+    if known is None and stored == "float32":
         raise UsageError(
-            f"{key} is stored as an fp32 master, and neither args nor run_config.yaml name the type the model is "
-            "trained in; pass --dtype"
+            f"{stack.key} is stored as an fp32 master, and neither args nor run_config.yaml name the type the model "
+            "is trained in; pass --dtype"
         )
-    return stored
+    return known or stored
 
 
 def _extra_keys(
@@ -302,15 +302,8 @@ def carried_objects(model: Model, objects: Iterable[TargetObject]) -> frozenset[
     return frozenset(o.key for o in objects if o.key in stored and o.key != COMMON_OBJECT)
 
 
-def restored_objects(model: Model, objects: Iterable[TargetObject]) -> frozenset[str]:
-    """The keys of objects that an `fsdp_dtensor` source keeps beside: they come back byte for byte."""
-    return frozenset(o.key for o in objects if o.key in model.extra_states)
-
-
-def _unplaced(model: Model, keys: Collection[str], options: TorchDistOptions) -> Iterable[str]:
+def _unplaced(model: Model, keys: Collection[str]) -> Iterable[str]:
     """One line for each extra state that holds something and has no place."""
-    if options.weights_only and not model.common.of_torch_dist:
-        return
     for key in model.extra_states:
         if key not in keys:
             yield f"{key}: its FP8 scales have no place in the target, whose modules have other keys"
@@ -350,16 +343,11 @@ def _losses(model: Model, options: TorchDistOptions, kept: Collection[str]) -> l
                 "weights are the masters rounded to the training type: a job that holds them in FP8 quantizes them "
                 "anew"
             )
-    if restored_objects(model, (TargetObject(key, None) for key in kept)) and not model.common.of_torch_dist:
-        notes.append(
-            f"{len(model.extra_states)} Transformer Engine extra states come back as they were, at iteration "
-            f"{model.common.iteration}"
-        )
-    elif options.extra_state and not any(fnmatchcase(key, EXTRA_STATE) for key in kept):
+    if not options.extra_state:
+        notes.append("no Transformer Engine extra states: load with --dist-ckpt-strictness log_all")
+    elif not any(fnmatchcase(key, EXTRA_STATE) for key in kept):
         scaling = ": FP8 scaling starts again" if model.common.arg("fp8") else ""
         notes.append(f"Transformer Engine extra states are written empty{scaling}")
-    elif not options.extra_state:
-        notes.append("no Transformer Engine extra states: load with --dist-ckpt-strictness log_all")
     if model.optimizer_layout is None or options.weights_only:
         return notes
     if model.own_optimizer is not None:
@@ -383,3 +371,83 @@ def _losses(model: Model, options: TorchDistOptions, kept: Collection[str]) -> l
         elif MASTER in p.values and p.main.dtype != "float32":
             notes.append(f"{p.origin}: its master is {p.main.dtype}, not fp32; widened")
     return notes
+
+
+# What loaders tell groups apart by (optimizer.py `param_group_identifier_keys`); the expert flag is set here.
+IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "max_lr", "min_lr")
+Group = dict[str, Any]
+
+
+def rebuild_optimizer(model: Model, experts_apart: bool) -> tuple[dict[Any, Any], tuple[int, ...]]:
+    """The `optimizer` entry of the common state, and the number of tensors of the running model in each group."""
+    if all(p.group is None for p in model.parameters):
+        return _stored_optimizer(model, experts_apart), ()
+    found = _members(model, experts_apart)
+    order = sorted(found, key=lambda item: _rank(item[0], model.scheduler))
+    _refuse_lookalikes([group for group, _ in order])
+    if not experts_apart:
+        return _optimizer([group for group, _ in order], model), tuple(count for _, count in order)
+    parts = [[item for item in order if item[0]["is_expert_parallel"] is expert] for expert in (False, True)]
+    optimizer = {i: _optimizer([group for group, _ in part], model) for i, part in enumerate(parts)}
+    return optimizer, tuple(count for part in parts for _, count in part)
+
+
+def _stored_optimizer(model: Model, experts_apart: bool) -> dict[Any, Any]:
+    """The source's groups in their order; those of routed experts follow where the loading job has them."""
+    step = {} if model.step is None else {"step": model.step}
+    groups = [step | dict(group) for group in model.groups]
+    experts = [g for g in groups if g.get("is_expert_parallel")]
+    others = [g for g in groups if not g.get("is_expert_parallel")]
+    if experts_apart:
+        experts = experts or [g | {"is_expert_parallel": True} for g in others]
+        return {i: _optimizer(part, model) for i, part in enumerate((others, experts))}
+    known = {_identity(group) for group in others}
+    joined = [g | {"is_expert_parallel": False} for g in experts]
+    return _optimizer([*others, *(g for g in joined if _identity(g) not in known)], model)
+
+
+def _optimizer(groups: list[Group], model: Model) -> dict[str, Any]:
+    scaler = {"grad_scaler": dict(model.grad_scaler)} if model.grad_scaler else {}
+    return {"optimizer": {"param_groups": groups}, **scaler, "param_state_sharding_type": "fully_reshardable"}
+
+
+def _members(model: Model, experts_apart: bool) -> list[tuple[Group, int]]:
+    """Distinct groups, those of routed experts apart where they have their own, each with its number of tensors."""
+    tensors: dict[tuple[int, bool], set[str]] = {}
+    for p in model.parameters:
+        if p.group is not None:
+            tensors.setdefault((p.group, experts_apart and p.expert is not None), set()).add(p.origin)
+    return [
+        (dict(model.groups[group]) | {"is_expert_parallel": expert}, len(names))
+        for (group, expert), names in tensors.items()
+    ]
+
+
+def _rank(group: Group, scheduler: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Sort key: groups without overrides first, then by the overrides' names and values."""
+    defaults: dict[str, Any] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False}
+    defaults |= {name: scheduler[name] for name in ("max_lr", "min_lr") if name in scheduler}
+    overrides = [(k, float(group[k])) for k in sorted(defaults) if group.get(k) not in (None, defaults[k])]
+    return bool(overrides), overrides, group["is_expert_parallel"]
+
+
+def _identity(group: Group) -> tuple[object, ...]:
+    return tuple(group.get(key, group.get(f"pre_{key}")) for key in IDENTIFIERS)
+
+
+def _refuse_lookalikes(groups: Iterable[Group]) -> None:
+    seen: dict[tuple[object, ...], Group] = {}
+    problems = []
+    for group in groups:
+        identity = _identity(group)
+        other = seen.setdefault(identity, group)
+        if other is not group:
+            differing = [k for k in {*group, *other} if group.get(k) != other.get(k)]
+            values = ", ".join(f"{k}: {other.get(k)!r} and {group.get(k)!r}" for k in sorted(differing))
+            problems.append(f"{dict(zip(IDENTIFIERS, identity, strict=True))}: {values}")
+    if problems:
+        raise MappingError(
+            "parameters whose groups loaders cannot tell apart have different settings or steps:\n"
+            + list_problems(problems),
+            problems,
+        )

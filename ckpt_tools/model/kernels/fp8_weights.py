@@ -20,13 +20,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ckpt_tools.model.kernels.casts import Array, cast, numpy_dtype, raw_dtype
+from ckpt_tools.model.kernels.kernel import minifloat_values
+from ckpt_tools.model.kernels.quantize import E4M3_MAX, e4m3_codes
 
-E4M3_MAX = 448.0
 BLOCKED = {"mxfp8": 32, "blockwise": 128}  # elements of a row that surely have one scale, by recipe
 _RUN = 32
-_STEPS = np.arange(8)
-_GRID = np.concatenate([_STEPS * 2.0**-9, *((8 + _STEPS) * 2.0 ** (e - 3) for e in range(-6, 9))])
-_GRID = _GRID[_GRID <= E4M3_MAX]
+_E4M3 = "float8_e4m3fn"
+_GRID = minifloat_values(_E4M3)[:127].astype(np.float64)  # its numbers from 0 to the largest
 _MIDDLE = (_GRID[1:] + _GRID[:-1]) / 2
 _FLOOR = np.concatenate(
     [[0.0], _MIDDLE]
@@ -236,11 +236,7 @@ def _scales(low: float, high: float) -> Array:
 
 def round_e4m3(values: Array) -> Array:
     """fp32 `values` as the nearest E4M3 numbers, ties to even, saturating; still fp32."""
-    size = np.minimum(np.abs(values), np.float32(E4M3_MAX))
-    exponent = np.maximum(np.frexp(size)[1] - 1, -6)
-    step = np.ldexp(np.float32(1), exponent - 3)
-    found: Array = np.copysign(np.rint(size / step) * step, values)
-    return found
+    return minifloat_values(_E4M3).take(e4m3_codes(values))
 
 
 def is_quantization(parts: Callable[[], Iterable[tuple[Array, Array]]], dtype: str, columns: int) -> bool:

@@ -17,7 +17,7 @@ from ckpt_tools.errors import CkptError, MappingError
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.torch_archive.item_reader import load_object
 from ckpt_tools.megatron.dcp.state_dict import read_state_dict
-from ckpt_tools.megatron.fsdp_dtensor.entries import SmallValues, step_number
+from ckpt_tools.megatron.fsdp_dtensor.read import SmallValues, step_number
 from ckpt_tools.megatron.keys import STEP, group_key
 from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.megatron.torch_dist.read import stored_groups

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from ckpt_tools.errors import CkptError, MappingError
-from ckpt_tools.megatron.fsdp_dtensor.entries import rng_ranks
+from ckpt_tools.errors import CkptError
+from ckpt_tools.megatron.format import FORMATS, Weight
 from ckpt_tools.megatron.fsdp_dtensor.stages import LocalNumbers, local_numbers, ranges
 from ckpt_tools.megatron.keys import (
     BUFFERS,
@@ -18,9 +18,7 @@ from ckpt_tools.megatron.keys import (
     canonical_kind,
     fsdp_state,
     group_key,
-    has_expert_axis,
     is_optimizer_key,
-    model_name,
     split_expert,
     split_half,
     split_projection,
@@ -28,55 +26,20 @@ from ckpt_tools.megatron.keys import (
 )
 from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, MTP_DISK, MTP_LIVE
 from ckpt_tools.megatron.run_state.common_state import CommonState
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.expected import Expected, expected_states
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import model_space_states
-from ckpt_tools.megatron.torch_dist.other_optimizers import mixes_lion_and_adam
-from ckpt_tools.megatron.torch_dist.slices import layer_counts, missing_layers, slices_of
+from ckpt_tools.megatron.torch_dist.optimizers import Expected, expected_states, mixes_lion_and_adam
+from ckpt_tools.megatron.torch_dist.stacking import layer_counts, missing_layers
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.roles import MASTER
 from ckpt_tools.verify.report import Check, Findings
-
-
-class Weight(NamedTuple):
-    """A parameter or buffer as its checkpoint spells it, one per layer and (fsdp_dtensor) expert."""
-
-    name: str
-    shape: tuple[int, ...]
-    experts: int | None = None  # length of the expert axis the parameter was stacked along
-
-
-def torch_dist_weights(catalog: Catalog) -> tuple[list[Weight], list[str]]:
-    """The weights of a `torch_dist` checkpoint with their layers apart, and a line per key that is not a weight's."""
-    weights, problems = [], []
-    for key, entry in catalog.tensors.items():
-        if is_optimizer_key(key):
-            continue
-        try:
-            slices = slices_of(entry)
-        except MappingError as error:
-            problems.append(str(error))
-            continue
-        experts = entry.shape[len(slices[0].lead) - 1] if slices and has_expert_axis(key) else None
-        weights += [Weight(s.name, s.shape, experts) for s in slices if not s.expert]
-    return weights, problems
-
-
-def fsdp_weights(catalog: Catalog) -> list[Weight]:
-    """The weights of an `fsdp_dtensor` checkpoint without their wrappers' prefix."""
-    return [Weight(name, shape) for name, shape in _fsdp_shapes(catalog).items()]
-
-
-def _fsdp_shapes(catalog: Catalog) -> dict[str, tuple[int, ...]]:
-    named = ((model_name(key), entry.shape) for key, entry in catalog.tensors.items())
-    return {name: shape for name, shape in named if name is not None}
 
 
 def stage_numbers(catalog: Catalog, common: CommonState) -> LocalNumbers | None:
     """What tells that an `fsdp_dtensor` checkpoint has the layer numbers of pipeline stages; None if it has not."""
     states = [found.name for found in map(fsdp_state, catalog.tensors) if found]
     groups = [found.name for found in map(group_key, catalog.objects) if found]
-    stages = len({pp for pp, _ in rng_ranks(catalog)})
-    return local_numbers(_fsdp_shapes(catalog), (*states, *groups), common, stages)
+    stages = len({pp for pp, _ in FORMATS["fsdp_dtensor"].rng_ranks(catalog)})
+    return local_numbers(FORMATS["fsdp_dtensor"].weights(catalog).shapes, (*states, *groups), common, stages)
 
 
 def check_layers(
@@ -189,7 +152,7 @@ def check_fsdp_states(catalog: Catalog, common: CommonState) -> Check:
     group = {of_group.field: None for of_group in map(group_key, catalog.objects) if of_group}
     held = {state.kind for state in map(_state_or_kept, catalog.tensors) if state}
     _check_expected(held, expected_states(common, [group]), bool(group), found)
-    shapes = _fsdp_shapes(catalog)
+    shapes = FORMATS["fsdp_dtensor"].weights(catalog).shapes
     have: dict[str, set[str]] = {}
     for key, entry in catalog.tensors.items():
         state = _state_or_kept(key)

@@ -14,7 +14,7 @@ from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.megatron.dcp.index_names import OpenChoiceError
 from ckpt_tools.megatron.dcp.read import group_members, owners
 from ckpt_tools.megatron.dcp.state_dict import OptimizerKeys, StateDict, is_number
-from ckpt_tools.megatron.fsdp_dtensor.entries import SmallValues
+from ckpt_tools.megatron.fsdp_dtensor.read import SmallValues
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.verify.report import Check, Findings
 

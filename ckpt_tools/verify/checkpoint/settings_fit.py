@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ckpt_tools.megatron.format import Weight
 from ckpt_tools.megatron.hybrid import is_hybrid, says_hybrid
 from ckpt_tools.megatron.keys import HALVES, decoder_layer
 from ckpt_tools.megatron.run_state.common_state import CommonState
-from ckpt_tools.megatron.run_state.settings import settings_from_model_config
-from ckpt_tools.megatron.torch_dist.slices import layer_counts
+from ckpt_tools.megatron.run_state.settings import settings_of
+from ckpt_tools.megatron.torch_dist.stacking import layer_counts
 from ckpt_tools.model.choices import CheckpointKind
-from ckpt_tools.verify.checkpoint.meaning import Weight
 from ckpt_tools.verify.checkpoint.model_rules import expert_layers, model_parts, model_sizes, mtp_layers
 from ckpt_tools.verify.readiness.facts import Facts, Stored
 from ckpt_tools.verify.readiness.job import Job
@@ -63,7 +63,7 @@ def _stored(shapes: Mapping[str, tuple[int, ...]]) -> Stored:
 
 def _of_bridge(model: Mapping[str, Any]) -> dict[str, Any]:
     """The sizes in a Bridge configuration under the names that Megatron's arguments have."""
-    swiglu = settings_from_model_config(model).swiglu  # the one gate whose halves may be stored apart
+    swiglu = settings_of(model, bridge=True).swiglu  # the one gate whose halves may be stored apart
     found = {"num_experts": model.get("num_moe_experts"), "swiglu": swiglu, **model}
     found["group_query_attention"] = found.get("num_query_groups") is not None
     return {name: value for name, value in found.items() if value is not None or name in _DERIVED}

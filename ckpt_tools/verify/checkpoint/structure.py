@@ -21,7 +21,7 @@ from ckpt_tools.formats.storage.prefetch import reading_ahead
 from ckpt_tools.formats.torch_archive.item_reader import find_tensor, outline_object
 from ckpt_tools.formats.torch_archive.tensor_template import usual_item
 from ckpt_tools.megatron.run_state.stored_values import check_object
-from ckpt_tools.megatron.torch_dist.object_grids import object_grids
+from ckpt_tools.megatron.torch_dist.grids import object_grids
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.dtypes import itemsize

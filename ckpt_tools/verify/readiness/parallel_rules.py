@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ckpt_tools.megatron.run_state.parallel_sizes import tensor_parallel_problems
+from ckpt_tools.megatron.run_state.settings import tensor_parallel_problems
 from ckpt_tools.verify.readiness.facts import Facts, Rule
 from ckpt_tools.verify.readiness.job import BRIDGE, VERSIONS
 from ckpt_tools.verify.report import ERROR, WARNING

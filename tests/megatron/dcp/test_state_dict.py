@@ -16,7 +16,7 @@ from ckpt_tools.formats.locate.detect import locate
 from ckpt_tools.megatron.dcp.index_names import OpenChoiceError, name_numbers
 from ckpt_tools.megatron.dcp.read import megatron_fields, owners
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
-from ckpt_tools.megatron.fsdp_dtensor.entries import SmallValues
+from ckpt_tools.megatron.fsdp_dtensor.read import SmallValues
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import Catalog, Chunk, Item, ObjectEntry, TensorEntry
 from tests.commands import oracle

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.torch_archive.item_reader import find_tensor
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates
-from ckpt_tools.megatron.torch_dist.slices import Slice
+from ckpt_tools.megatron.torch_dist.stacking import Slice
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.views import Select, Source, chunk_piece, push_piece, view_shape

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
+import numpy as np
+import numpy.typing as npt
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError
 from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import model_space_states
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
-from ckpt_tools.model.box import full_box
+from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog, Chunk, Item, TensorEntry
 from ckpt_tools.model.views import Select, Source
 
+from .materialise import read_sources
 from .synthetic import MemoryFiles
 
 WEIGHT = "decoder.layers.mlp.linear_fc2.weight"
@@ -86,3 +94,148 @@ def test_all_states_that_do_not_fit_are_named_at_once() -> None:
     assert f"exp_avg.{WEIGHT}: has shape (4, 5), but the weight has shape (4, 6)" in message
     assert f"exp_avg_sq.{WEIGHT}: Defragment" in message
     assert "there is no weight gone.weight" in message
+
+
+Floats = npt.NDArray[np.float32]
+
+
+def flatten(value: Floats, fragments: tuple[int, ...]) -> Floats:
+    """What Megatron stored (v0.15 strategies/resharding.py): row c is the flattened part at grid position c."""
+    local = tuple(n // f for n, f in zip(value.shape, fragments, strict=True))
+    out = np.empty((*fragments, math.prod(local)), np.float32)
+    for cell in np.ndindex(*fragments):
+        part = value[tuple(slice(c * n, (c + 1) * n) for c, n in zip(cell, local, strict=True))]
+        out[cell] = part.reshape(-1)
+    return out
+
+
+def stored(
+    files: MemoryFiles,
+    weight: tuple[str, tuple[int, ...]],
+    state: Floats,
+    originals: dict[str, tuple[int, ...]] | None,
+    pieces: int = 1,
+) -> Catalog:
+    """A catalog of a weight (key, shape) and its exp_avg, cut into data-parallel chunks along the last axis."""
+    key = f"optimizer.state.exp_avg.{weight[0]}"
+    grid, row = state.shape[:-1], state.shape[-1]
+    cuts = sorted({row * i // pieces for i in range(pieces + 1)})
+    chunks = [
+        Chunk(Box((*cell, a), (*(1 for _ in grid), b - a)), files.add("f", state[cell][a:b]))
+        for cell in np.ndindex(*grid)
+        for a, b in itertools.pairwise(cuts)
+    ]
+    tensors = {
+        weight[0]: TensorEntry(weight[0], "bfloat16", weight[1], ()),
+        key: TensorEntry(key, "float32", state.shape, tuple(chunks)),
+    }
+    return Catalog("memory", tensors, {}, original_shapes=originals)
+
+
+@st.composite
+def cut_shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    fragments = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
+    return tuple(f * draw(st.integers(1, 3)) for f in fragments), fragments
+
+
+@given(cut=cut_shapes(), pieces=st.integers(1, 3), noted=st.booleans(), data=st.data())
+def test_any_cut_is_undone(
+    cut: tuple[tuple[int, ...], tuple[int, ...]], pieces: int, noted: bool, data: st.DataObject
+) -> None:
+    """All axes may be cut at once, and any number of leading axes selected; with and without `mcore_data`."""
+    shape, fragments = cut
+    value = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+    files = MemoryFiles()
+    originals = {"optimizer.state.exp_avg.w": shape} if noted else None
+    catalog = stored(files, ("w", shape), flatten(value, fragments), originals, pieces)
+    states = model_space_states(catalog, "fully_sharded_model_space")
+    lead = tuple(data.draw(st.integers(0, n - 1)) for n in shape[: data.draw(st.integers(0, len(shape)))])
+    got = read_sources(files, catalog, states, states.sources("exp_avg", "w", lead))
+    assert got.tobytes() == np.ascontiguousarray(value[lead]).tobytes()
+
+
+def test_stacked_row_parallel_states_are_not_scrambled() -> None:
+    """The case that NVIDIA's converter gets wrong: layers stacked, columns cut by tensor parallelism."""
+    value = np.arange(2 * 4 * 8, dtype=np.float32).reshape(2, 4, 8)
+    files, key = MemoryFiles(), "decoder.layers.mlp.linear_fc2.weight"
+    catalog = stored(files, (key, value.shape), flatten(value, (2, 1, 2)), None)
+    states = model_space_states(catalog, "x")
+    got = read_sources(files, catalog, states, states.sources("exp_avg", key, (1,)))
+    assert got.view(np.float32)[0].tolist() == [32, 33, 34, 35, 36, 37, 38, 39]
+
+
+def test_one_dimensional_states_before_core_0_11_are_stored_as_they_are() -> None:
+    """Synthetic: 1-D states had no entry in `mcore_data` and their own shape, cut by data parallelism only."""
+    value = np.arange(12, dtype=np.float32)
+    files = MemoryFiles()
+    catalog = stored(files, ("decoder.final_layernorm.weight", (12,)), value, {}, pieces=3)
+    states = model_space_states(catalog, "x")
+    assert states.states["exp_avg", "decoder.final_layernorm.weight"].whole.view == ()  # type: ignore[union-attr]
+    got = read_sources(files, catalog, states, states.sources("exp_avg", "decoder.final_layernorm.weight"))
+    assert got.tobytes() == value.tobytes()
+
+
+def test_a_note_of_another_shape_is_refused() -> None:
+    files = MemoryFiles()
+    state = np.zeros((1, 1, 24), np.float32)
+    catalog = stored(files, ("w", (4, 6)), state, {"optimizer.state.exp_avg.w": (3, 8)})
+    with pytest.raises(
+        MappingError, match=r"flattened from shape \(3, 8\), but the weight has shape \(4, 6\)"
+    ):
+        model_space_states(catalog, "x")
+
+
+def grouped_mlp(
+    hidden: int,
+    ffn: int,
+    tp: int,
+    *,
+    gated: bool,
+    transposed: bool,
+    noted: bool,
+    layers: int = 2,
+    experts: int = 3,
+) -> tuple[MemoryFiles, Catalog, dict[str, Floats]]:
+    """Expert states as core <= 0.15 flattened them; legacy GroupedMLP in its own, transposed layout.
+
+    Synthetic, from v0.15 moe/experts.py `GroupedMLP.sharded_state_dict`: local shapes [1, H, F/tp] for each half of
+    fc1 and [1, F/tp, H] for fc2.
+    """
+    files = MemoryFiles()
+    rng = np.random.default_rng(0)
+    out = (2 if gated else 1) * ffn
+    module = "decoder.layers.mlp.experts.experts."
+    values = {
+        f"{module}linear_fc1.weight": rng.random((layers, experts, out, hidden), np.float32),
+        f"{module}linear_fc2.weight": rng.random((layers, experts, hidden, ffn), np.float32),
+    }
+    tensors: dict[str, TensorEntry] = {}
+    originals: dict[str, tuple[int, ...]] = {}
+    for key, value in values.items():
+        parts = tp * (2 if gated and "fc1" in key else 1)
+        cut = (parts, 1) if "fc1" in key else (1, parts)
+        written = value.swapaxes(-1, -2) if transposed else value
+        cut = cut[::-1] if transposed else cut
+        state = flatten(np.ascontiguousarray(written), (layers, experts, *cut))
+        one = stored(files, (key, value.shape), state, None)
+        tensors |= one.tensors
+        originals[f"optimizer.state.exp_avg.{key}"] = written.shape
+    return files, Catalog("memory", tensors, {}, original_shapes=originals if noted else None), values
+
+
+@pytest.mark.parametrize("noted", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("hidden", "ffn"), [(8, 8), (8, 12), (8, 4)])
+def test_legacy_grouped_experts(
+    *, hidden: int, ffn: int, transposed: bool, tp: int, gated: bool, noted: bool
+) -> None:
+    """(8, 8): fc2 is square; (8, 4) gated: fc1 is. Shapes decide, unless nothing is cut and no shape noted or
+    everything is square; then the training argument does."""
+    files, catalog, values = grouped_mlp(hidden, ffn, tp, gated=gated, transposed=transposed, noted=noted)
+    undecided = not gated and tp == 1 and (hidden == ffn or not noted)
+    states = model_space_states(catalog, "x", transposed if undecided else None)
+    for key, value in values.items():
+        got = read_sources(files, catalog, states, states.sources("exp_avg", key, (1, 2)))
+        assert got.tobytes() == np.ascontiguousarray(value[1, 2]).tobytes()

@@ -15,7 +15,7 @@ from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.megatron.run_state.common_state import read_common_state
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates
-from ckpt_tools.megatron.torch_dist.slices import Slice, sort_keys
+from ckpt_tools.megatron.torch_dist.stacking import Slice, sort_keys
 from ckpt_tools.model.catalog import Catalog
 from tests.conftest import all_checkpoints, fixture_dir
 

@@ -19,9 +19,8 @@ from ckpt_tools.megatron.huggingface.mapping.checks import EMBEDDING
 from ckpt_tools.megatron.huggingface.mapping.layouts import Layout
 from ckpt_tools.megatron.huggingface.mapping.rules import Pair, rule_layout
 from ckpt_tools.megatron.keys import EXPERTS
-from ckpt_tools.megatron.rebase import rebase
 from ckpt_tools.model.catalog import Catalog
-from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.target import TargetTensor, rebase
 from ckpt_tools.model.views import Permute, Shape, Source
 
 _PLACE = {"q": 0, "k": 1, "v": 2, "gate": 0, "up": 1}  # of a part among the tensors of its rule

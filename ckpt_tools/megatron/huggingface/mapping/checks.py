@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ckpt_tools.errors import MappingError
-from ckpt_tools.megatron.dcp.wrappers import without_segments
+from ckpt_tools.megatron.dcp.state_dict import without_segments
 from ckpt_tools.megatron.huggingface.config.config import in_v4_form
 from ckpt_tools.megatron.huggingface.config.model_args import ModelArgs
 from ckpt_tools.megatron.huggingface.config.rope_args import (

@@ -1,11 +1,8 @@
 """Where the optimizer states of a weight lie, in every layout that Megatron has had.
 
-* `kinds`: which layout a checkpoint uses
 * `reader`: reads the states, whatever their layout
-* `states`: the answer: sources of each state of each weight
-* `expected`: which states an optimizer keeps
-* `natural`: states under the keys of their weights
-* `nd_flattened`: the N-D flattening of core 0.8 to 0.15 undone
+* `states`: which layout a checkpoint uses; the answer: sources of each state of each weight
+* `natural`: states under the keys of their weights; the N-D flattening of core 0.8 to 0.15 undone
 * `buckets`: flat buckets, and the weight shards that can stand in them
 * `bucket_proof`: which shard each stretch of a bucket is the master of, by content
 * `bucket_positions`: the same for 16-bit remainders, by position

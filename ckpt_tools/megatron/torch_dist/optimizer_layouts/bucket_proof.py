@@ -97,7 +97,11 @@ def find_stretches(
     plain = [buffer for buffer in buffers if not needs_position(buffer)]
     index = PieceIndex(pieces if plain else (), reader)
     problems: list[str] = []
-    walked = [(buffer, _walk_buffer(buffer, index, reader, problems)) for buffer in plain]
+    walked = []
+    for buffer in plain:
+        walk = _walk if all(b.bounds is not None for b in buffer.buckets) else _walk_coalesced
+        found = [slot for bucket in buffer.buckets for slot in walk(bucket, index, reader, problems)]
+        walked.append((buffer, found))
     seen = {s.alike for _, slots in walked for s in slots}
     unseen_parts = _half_found(pieces, (p for alike in seen for p in alike.members))
     by_content = _assign(walked, _conventions(pieces), problems)
@@ -129,11 +133,6 @@ def _conventions(pieces: Sequence[Piece]) -> tuple[Convention, ...]:
     names = {p.name for p in pieces}
     own_output = any(name.endswith("output_layer.weight") for name in names)
     return conventions(shared_embedding=not own_output or any("mtp." in name for name in names))
-
-
-def _walk_buffer(buffer: Buffer, index: PieceIndex, reader: Reader, problems: list[str]) -> list[_Slot]:
-    walk = _walk if all(b.bounds is not None for b in buffer.buckets) else _walk_coalesced
-    return [slot for bucket in buffer.buckets for slot in walk(bucket, index, reader, problems)]
 
 
 def _walk(bucket: Bucket, index: PieceIndex, reader: Reader, problems: list[str]) -> list[_Slot]:
@@ -172,8 +171,9 @@ def _walk_coalesced(bucket: Bucket, index: PieceIndex, reader: Reader, problems:
         padded = base + _align(at - base)
         here = list(index.matches(bucket, at, reader))
         alike = next((a for a in here if padded == at or index.continues(before, a)), None)
-        if alike is None and at < padded < bucket.numel and _is_zero(bucket, at, padded, reader):
-            alike = next(index.matches(bucket, padded, reader), None)
+        if alike is None and at < padded < bucket.numel:
+            padding = reader.flat(bucket.states[MASTER], at, padded - at)
+            alike = None if padding.any() else next(index.matches(bucket, padded, reader), None)
             at = at if alike is None else padded
         if alike is None and here:
             alike, base = here[0], at
@@ -185,10 +185,6 @@ def _walk_coalesced(bucket: Bucket, index: PieceIndex, reader: Reader, problems:
         slots.append(_Slot(bucket, at, alike))
         at, before = at + alike.numel, alike
     return slots
-
-
-def _is_zero(bucket: Bucket, start: int, stop: int, reader: Reader) -> bool:
-    return not reader.flat(bucket.states[MASTER], start, stop - start).any()
 
 
 def _align(at: int) -> int:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.megatron.keys import bucket_key, canonical_kind, is_optimizer_key, split_projection
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import are_remainders, refuse_encoded
-from ckpt_tools.megatron.torch_dist.slices import slices_of
+from ckpt_tools.megatron.torch_dist.stacking import slices_of
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog, Chunk, TensorEntry
 from ckpt_tools.model.roles import MASTER

@@ -21,14 +21,17 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import (
     flatten,
     weight_pieces,
 )
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.kinds import optimizer_layout
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import (
     model_space_states,
     order_kinds,
     refuse_encoded,
 )
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.remainders import joined_masters
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates, StateTensor
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import (
+    OptimizerStates,
+    StateTensor,
+    optimizer_layout,
+)
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import Catalog, Chunk, Item, TensorEntry
 from ckpt_tools.model.roles import MASTER
@@ -68,27 +71,20 @@ def read_optimizer_states(
             where: load_object(files, item) for where, item in _objects(catalog, "per_bucket_numel_unpadded")
         }
         buffers = find_buffers(catalog, numels)
-    beside = _states_beside(catalog, layout)
+    has_beside = any(
+        map(state_key, catalog.tensors)
+    )  # of a layer-wise optimizer, beside another one's buckets
+    beside = model_space_states(catalog, layout) if has_beside else OptimizerStates(layout, (), {})
     pieces = tuple(piece for piece in weight_pieces(catalog) if not beside.has(MASTER, piece.key))
     stretches = find_stretches(buffers, pieces, Reader(files), sample_only=sample_only, share=share)
     found = bucket_states(catalog, layout, buffers, stretches)
-    return joined_masters(files, catalog, common, _merged(found, beside))
-
-
-def _states_beside(catalog: Catalog, layout: str) -> OptimizerStates:
-    """The states of a layer-wise optimizer, under the keys of its weights, beside the buckets of the other one."""
-    if not any(map(state_key, catalog.tensors)):
-        return OptimizerStates(layout, (), {})
-    return model_space_states(catalog, layout)
-
-
-def _merged(buckets: OptimizerStates, beside: OptimizerStates) -> OptimizerStates:
-    return replace(
-        buckets,
-        kinds=order_kinds((*buckets.kinds, *beside.kinds)),
-        states={**buckets.states, **beside.states},
-        consumed=buckets.consumed | beside.consumed,
+    merged = replace(
+        found,
+        kinds=order_kinds((*found.kinds, *beside.kinds)),
+        states={**found.states, **beside.states},
+        consumed=found.consumed | beside.consumed,
     )
+    return joined_masters(files, catalog, common, merged)
 
 
 def bucket_states(

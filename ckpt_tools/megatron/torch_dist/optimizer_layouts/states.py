@@ -1,15 +1,48 @@
-"""One answer for every optimizer layout: where the state of a stored weight lies."""
+"""Which optimizer layout a checkpoint uses; and one answer for all of them: where the state of a weight lies."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 from ckpt_tools.errors import MappingError
-from ckpt_tools.model.catalog import TensorEntry
+from ckpt_tools.megatron.keys import bucket_key, bucket_object, state_key
+from ckpt_tools.megatron.run_state.common_state import CommonState
+from ckpt_tools.model.catalog import Catalog, TensorEntry, Value, stack
 from ckpt_tools.model.many import many
 from ckpt_tools.model.views import Select, Source, View
+
+
+def optimizer_layout(catalog: Catalog, common: CommonState) -> str:
+    """Name of the optimizer layout, told from the keys; what the writer declared decides between look-alikes.
+
+    `none`, `fsdp_dtensor`, `dp_reshardable`, `fully_sharded_bucket_space`, `dp_zero_gather_scatter`,
+    `fully_sharded_model_space`, `fully_reshardable` or `non_distributed`.
+    """
+    declared = declared_layout(common)
+    if any(found.what == "param_state" for found in map(bucket_object, catalog.objects) if found):
+        return "dp_zero_gather_scatter"
+    if any(map(bucket_key, catalog.tensors)):
+        return "fully_sharded_bucket_space" if declared == "fully_sharded_bucket_space" else "dp_reshardable"
+    states = {found.kind for found in map(state_key, catalog.tensors) if found}
+    if "module" in states or not states:
+        return "fsdp_dtensor" if states else "none"
+    if catalog.original_shapes:
+        return "fully_sharded_model_space"
+    return "fully_reshardable" if "param" in states else declared or "non_distributed"
+
+
+def declared_layout(common: CommonState) -> str | None:
+    """The sharding type that the writer put into the common state, or None."""
+    content = common.values.get("content_metadata")
+    declared = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
+    optimizer: Any = common.values.get("optimizer")
+    for part in (optimizer, *(optimizer.values() if isinstance(optimizer, dict) else ())):
+        if declared is None and isinstance(part, dict):
+            declared = part.get("param_state_sharding_type")
+    return declared if isinstance(declared, str) else None
 
 
 @lru_cache(maxsize=64)
@@ -35,6 +68,13 @@ class StateTensor:
         if self.whole is None:
             return self.slices.get(lead)
         return (Source(self.whole.key, (*self.whole.view, *selected(lead))),)
+
+    def value(self, name: str, shape: tuple[int, ...], axes: int) -> Value:
+        """All of the state of the weight `name`, of which `axes` leading axes are stacked."""
+        if self.whole is not None:
+            return Value(self.dtype, shape, (self.whole,))
+        parts = {lead: Value(self.dtype, shape[axes:], sources) for lead, sources in self.slices.items()}
+        return stack(name, parts, shape[:axes])
 
 
 @dataclass(frozen=True, slots=True)

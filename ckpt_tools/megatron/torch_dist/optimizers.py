@@ -1,8 +1,8 @@
-"""Optimizers other than Adam: Muon, Lion, SGD, and mixtures of them with Adam.
+"""Which states an optimizer keeps: told by the optimizer, not by what happens to be stored. Others than Adam.
 
 Megatron-FSDP runs Adam alone (arguments.py refuses the emerging optimizers, distrib_optimizer.py SGD), so none of
-its jobs can load their states. Jobs of `torch_dist` can, and each asks for what its own kind of optimizer would have
-saved (optimizer.py, layer_wise_optimizer.py)::
+its jobs can load the states of Muon, Lion and SGD, or of mixtures with Adam. Jobs of `torch_dist` can, and each asks
+for what its own kind of optimizer would have saved (optimizer.py, layer_wise_optimizer.py)::
 
     optimizer.state.fp32_param.<weight key>           the master, where the optimizer is not distributed
     optimizer.state.param.<weight key>                the master of a distributed optimizer (Lion beside Muon)
@@ -14,8 +14,8 @@ Chains, as {0: Muon, 1: Adam}, and their groups are read by position: the common
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.formats.storage.files import Files
@@ -25,7 +25,59 @@ from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.megatron.run_state.stored_values import only_one, optimizer_groups
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.model import Parameter
-from ckpt_tools.model.roles import MASTER
+
+_STATES = {"adam": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "sgd": ("momentum_buffer",)}
+
+
+class Expected(NamedTuple):
+    """The kinds of state that every trained parameter must have, and what says so.
+
+    `kinds` is None when nothing tells: `why` then says what is not known.
+    """
+
+    kinds: tuple[str, ...] | None
+    why: str
+
+    def missing(self, held: Iterable[str]) -> list[str]:
+        """The kinds of which there is nothing."""
+        have = set(held)
+        return [kind for kind in self.kinds or () if kind not in have]
+
+
+def expected_states(common: CommonState, groups: Sequence[Mapping[str, Any]]) -> Expected:
+    """What the arguments say, else what the fields of the parameter groups prove; masters are not part of it."""
+    named = common.arg("optimizer")
+    fields = {field for group in groups for field in group}
+    if isinstance(named, str):
+        name, why = named, f"args.optimizer is {named!r}"
+    elif {"betas", "eps"} <= fields:
+        name, why = "adam", "its groups have betas and eps, as Adam's"
+    elif "betas" in fields:
+        name, why = "lion", "its groups have betas but no eps, as Lion's"
+    elif "momentum" in fields:
+        name, why = "sgd", "its groups have a momentum, as SGD's"
+    else:
+        return Expected(None, "neither the args nor the fields of the groups name the optimizer")
+    if name not in _STATES:
+        return Expected(None, f"{why}, and which states it keeps of which parameter is not known")
+    kinds = _STATES[name]
+    if name == "sgd" and (not common.arg("sgd_momentum", 1) or any(g.get("momentum") == 0 for g in groups)):
+        kinds = ()  # plain SGD keeps nothing
+    return Expected(kinds, why)
+
+
+def refuse_missing_states(
+    held: Iterable[str], common: CommonState, groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise MappingError if a kind of state is missing entirely."""
+    expected = expected_states(common, groups)
+    missing = expected.missing(held)
+    if missing:
+        raise MappingError(
+            f"no parameter has the optimizer state {' or '.join(missing)}, but {expected.why}: they were lost. Take "
+            "another iteration, or leave the optimizer out with --weights-only"
+        )
+
 
 ADAM = frozenset({"exp_avg", "exp_avg_sq"})
 _SHARDING = "param_state_sharding_type"  # what only a distributed optimizer's entry has
@@ -41,18 +93,13 @@ def mixes_lion_and_adam(common: CommonState) -> bool:
     return "lion" in (common.arg("optimizer"), common.arg("muon_scalar_optimizer"))
 
 
-def refuse_partial_states(parameters: Iterable[Parameter], common: CommonState) -> None:
-    """Nothing, when no parameter has only a part of the states that others have.
-
-    Raises:
-        MappingError: some have, and no optimizer is known to do that.
-    """
+def refuse_partial_states(states: Iterable[tuple[str, Set[str]]], common: CommonState) -> None:
+    """Raise MappingError if some parameter (name, kinds of state) has only a part of the states that others have."""
     if mixes_lion_and_adam(common):
         return
     held: dict[frozenset[str], list[str]] = {}
-    for p in parameters:
-        if p.states:
-            held.setdefault(frozenset(p.states) - {MASTER}, []).append(p.name)
+    for name, kinds in states:
+        held.setdefault(frozenset(kinds), []).append(name)
     problems = [
         f"{name}: no {', '.join(sorted(more - kinds))}"
         for kinds, names in held.items()

@@ -9,7 +9,7 @@ from ckpt_tools.formats.pickle.unpickle import stand_in
 from ckpt_tools.megatron.names import DIALECTS
 from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.megatron.run_state.record import Size
-from ckpt_tools.megatron.torch_dist.rng_grid import Grid, rng_grid, rng_objects
+from ckpt_tools.megatron.torch_dist.grids import RngGrid, rng_grid, rng_objects
 
 MAIN, CORE_016, BRIDGE = (DIALECTS[name] for name in ("main", "core-0.16", "bridge"))
 BOTH = {(0, 0): [{"a": 0}], (0, 1): [{"a": 1}]}
@@ -29,15 +29,15 @@ def sizes(tp=1, pp=1, ep=1, world=None):
 @pytest.mark.parametrize(
     ("args", "dialect", "given", "expected"),
     [
-        (common(), MAIN, {}, Grid(1, 2)),
-        (sizes(tp=1, pp=2), MAIN, {}, Grid(2, 1)),
-        (sizes(ep=2, world=8), MAIN, {}, Grid(1, 1)),
-        (sizes(ep=1, world=8), CORE_016, {}, Grid(1, 1)),
-        (sizes(ep=2, tp=2, world=8), CORE_016, {}, Grid(1, 2, Size(4, "args"))),
-        (sizes(ep=2, pp=4, world=8), BRIDGE, {}, Grid(4, 1, Size(2, "args"))),
-        (sizes(ep=1, world=8), CORE_016, {"ep": 4}, Grid(1, 1, Size(8, "args"))),
-        (sizes(ep=2, tp=2, world=8), CORE_016, {"gpus": 6}, Grid(1, 2, Size(3, "--gpus"))),
-        (sizes(ep=2, world=8), CORE_016, {"ep": 1}, Grid(1, 1)),
+        (common(), MAIN, {}, RngGrid(1, 2)),
+        (sizes(tp=1, pp=2), MAIN, {}, RngGrid(2, 1)),
+        (sizes(ep=2, world=8), MAIN, {}, RngGrid(1, 1)),
+        (sizes(ep=1, world=8), CORE_016, {}, RngGrid(1, 1)),
+        (sizes(ep=2, tp=2, world=8), CORE_016, {}, RngGrid(1, 2, Size(4, "args"))),
+        (sizes(ep=2, pp=4, world=8), BRIDGE, {}, RngGrid(4, 1, Size(2, "args"))),
+        (sizes(ep=1, world=8), CORE_016, {"ep": 4}, RngGrid(1, 1, Size(8, "args"))),
+        (sizes(ep=2, tp=2, world=8), CORE_016, {"gpus": 6}, RngGrid(1, 2, Size(3, "--gpus"))),
+        (sizes(ep=2, world=8), CORE_016, {"ep": 1}, RngGrid(1, 1)),
     ],
 )
 def test_the_grid_is_that_of_the_args(args, dialect, given, expected):
@@ -64,7 +64,7 @@ def written(rng, grid) -> tuple[dict[str, Any], Any]:
 
 
 def test_every_rank_of_the_grid_has_states_its_own_where_there_are_any():
-    found, notes = written(BOTH, Grid(2, 3))
+    found, notes = written(BOTH, RngGrid(2, 3))
     assert found == {f"{p}.{t}_2.3": min(t, 1) for p in (0, 1) for t in (0, 1, 2)}
     assert notes == [
         "rng of (pp, tp) rank (0, 2): copied from rank (0, 1)",
@@ -73,19 +73,19 @@ def test_every_rank_of_the_grid_has_states_its_own_where_there_are_any():
 
 
 def test_a_stage_of_its_own_is_kept():
-    found, notes = written({**BOTH, (1, 0): [{"a": 7}]}, Grid(2, 2))
+    found, notes = written({**BOTH, (1, 0): [{"a": 7}]}, RngGrid(2, 2))
     assert found == {"0.0_2.2": 0, "0.1_2.2": 1, "1.0_2.2": 7, "1.1_2.2": 7}
     assert notes == ["rng of (pp, tp) rank (1, 1): copied from rank (1, 0)"]
 
 
 def test_data_parallel_ranks_share_what_there_is():
-    found, notes = written(BOTH, Grid(1, 2, Size(3, "args")))
+    found, notes = written(BOTH, RngGrid(1, 2, Size(3, "args")))
     assert found == {f"0.{t}.{d}_1.2.3": t for t in (0, 1) for d in (0, 1, 2)}
     assert notes == ["rng of data-parallel ranks: all have rank 0's, the source keeps no others"]
 
 
 def test_ranks_that_the_args_do_not_name_are_dropped_by_name():
-    found, notes = written(BOTH, Grid(1, 1))
+    found, notes = written(BOTH, RngGrid(1, 1))
     assert found == {"0.0_1.1": 0}
     assert notes == ["rng of (pp, tp) ranks [(0, 1)]: dropped, the args name no such ranks"]
 
@@ -93,4 +93,4 @@ def test_ranks_that_the_args_do_not_name_are_dropped_by_name():
 def test_what_are_no_states():
     assert rng_objects({}, None) == ([], ["the source has no rng states: resume with --no-load-rng"])
     with pytest.raises(MappingError, match=r"rng_state.\(0, 0\): expected a list of states, found dict"):
-        rng_objects({(0, 0): {}}, Grid(1, 1))
+        rng_objects({(0, 0): {}}, RngGrid(1, 1))

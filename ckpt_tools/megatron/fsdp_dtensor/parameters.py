@@ -1,28 +1,167 @@
-"""Stored parameters: what `torch_dist` makes of the tensors of a running model. The mirror of `live.py`.
+"""Live parameters as rows of stored ones (`live_parameters`), and stored ones as rows of live (`stored_parameters`).
 
-Every live tensor becomes one stored parameter, or several for fused projections, whose parts are cut apart again.
-Their sizes come from the shapes of the tensors around them and have to add up to the fused one; the rows of a
-gated delta net or Mamba projection are grouped by tensor-parallel rank.
+Live parameters are what the running model holds, stored ones what `torch_dist` makes of them. Most are one and the
+same. Fused projections (gated delta nets, Mamba mixers, MLA's down-projections) are stored in parts, and so is a
+gated fc1 in some checkpoints. The rows of gated delta nets and Mamba mixers are grouped by tensor-parallel rank: rank
+0's rows of every part, then rank 1's (gated_delta_net/common.py, mamba_mixer.py `sharded_state_dict`). On the way
+back the parts' sizes come from the shapes of the tensors around them and have to add up to the fused one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckpt_tools.errors import MappingError, UsageError, list_problems
-from ckpt_tools.megatron.fsdp_dtensor.entries import FsdpTensor
 from ckpt_tools.megatron.hybrid import is_hybrid
-from ckpt_tools.megatron.keys import split_expert, split_projection
+from ckpt_tools.megatron.keys import HALVES, split_expert, split_expert_half, split_projection
 from ckpt_tools.megatron.names import (
     MLA_DOWN,
     MLA_FUSED_DOWN,
     MTP_LIVE,
     PART_ORDERS,
+    Dialect,
+    ModelStyle,
     fuse_local_norm,
+    group_name,
+    live_name,
+    state_name,
     stored_name,
 )
-from ckpt_tools.model.views import Narrow, Place, Source
+from ckpt_tools.model.catalog import Value, concat
+from ckpt_tools.model.many import many
+from ckpt_tools.model.model import Parameter
+from ckpt_tools.model.roles import WEIGHT
+
+
+class Rows(NamedTuple):
+    """Rows `[start, start + count)` of a stored parameter; the live one has them behind the rows before."""
+
+    parameter: Parameter
+    start: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which no one needs of rows
+
+
+@many(frozen=True, slots=True)
+class LiveParameter:
+    """One parameter or buffer of the running model; `shape` is global and unsplit, in elements."""
+
+    name: str  # in model.* and optimizer.state.*
+    group_name: str  # in optimizer.param_to_group_meta.* and in param_to_param_group_map files
+    shape: tuple[int, ...]
+    rows: tuple[Rows, ...]
+    gated: bool = False  # written as two halves `_w` and `_v`
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether its rows are grouped by tensor-parallel rank, so that no job of another size can use it."""
+        return len(self.rows) > 1 and split_projection(self.rows[0].parameter.name) is not None
+
+    @property
+    def stored(self) -> tuple[Parameter, ...]:
+        """The stored parameters it is made of, each once, in order of first use."""
+        if len(self.rows) == 1:
+            return (self.rows[0].parameter,)
+        return tuple({(r.parameter.name, r.parameter.expert): r.parameter for r in self.rows}.values())
+
+
+def live_parameters(
+    parameters: Sequence[Parameter], style: ModelStyle, dialect: Dialect, tp: int
+) -> list[LiveParameter]:
+    """Live parameters of the model in stored order; `tp` is the target's tensor-parallel size."""
+    names = [live_name(parameter, style) for parameter in parameters]
+    named = [
+        (parameter, name, *split_part(name, style)) for parameter, name in zip(parameters, names, strict=True)
+    ]
+    parts: dict[str, dict[str, Parameter]] = {}
+    for parameter, _, base, part in named:
+        if part is not None:
+            parts.setdefault(base, {})[part] = parameter
+    fused = {base: found for base, found in parts.items() if not _kept_apart(found, dialect)}
+    live = []
+    for parameter, name, base, part in named:
+        if part is None or (base in parts and base not in fused):
+            rows = (Rows(parameter, 0, parameter.shape[0] if parameter.shape else 1),)
+            live.append(_named(name, base, dialect, parameter.shape, rows))
+        elif base in parts:  # the fused tensor stands where its first part stood
+            live.append(_fused(base, parts.pop(base), dialect, tp))
+    return live
+
+
+def split_part(name: str, style: ModelStyle) -> tuple[str, str | None]:
+    """(`name`, None), or the name of the fused live tensor and the part of it that `name` is."""
+    if found := split_projection(name) or split_expert_half(name):
+        return found
+    if style.fused_mla_down:
+        for part in MLA_DOWN:
+            if part in name:
+                return name.replace(part, MLA_FUSED_DOWN), part
+    return name, None
+
+
+def _kept_apart(parts: Iterable[str], dialect: Dialect) -> bool:
+    """Whether the dialect stores these parts on their own although the running model holds them fused."""
+    found = set(parts)
+    if found & set(MLA_DOWN):
+        return not dialect.mla_fused_in_state
+    return "query" in found and not dialect.gdn_fused_in_state  # a gated delta net's; Mamba has other names
+
+
+def _named(
+    name: str, group: str, dialect: Dialect, shape: tuple[int, ...], rows: tuple[Rows, ...]
+) -> LiveParameter:
+    """A live parameter under the dialect's names."""
+    return LiveParameter(state_name(name, dialect), group_name(group, dialect), shape, rows)
+
+
+def _fused(base: str, parts: dict[str, Parameter], dialect: Dialect, tp: int) -> LiveParameter:
+    order = part_order(base, parts)
+    # MLA down-projections are not split over tensor-parallel ranks, and halves of an fc1 are written apart again
+    ranks = 1 if order in (MLA_DOWN, HALVES) else tp
+    rows, whole = [], 0
+    for rank in range(ranks):
+        for part in order:
+            parameter = parts[part]
+            count, rest = divmod(parameter.shape[0], ranks)
+            if rest:
+                raise MappingError(
+                    f"{base}: part {part!r} has {parameter.shape[0]} rows, which tensor parallel size {tp} does "
+                    "not divide; choose another --tp"
+                )
+            rows.append(Rows(parameter, rank * count, count))
+            whole += count
+    shape = (whole, *next(iter(parts.values())).shape[1:])
+    return _named(base, base, dialect, shape, tuple(rows))
+
+
+def part_order(base: str, parts: Iterable[str]) -> tuple[str, ...]:
+    """The order in which the live tensor `base` holds these parts."""
+    found = set(parts)
+    for order in (*PART_ORDERS, MLA_DOWN, HALVES):
+        if found == set(order):
+            return order
+    raise MappingError(f"{base}: parts {sorted(found)} do not make a whole fused projection")
+
+
+@dataclass(frozen=True, slots=True)
+class FsdpTensor:
+    """One parameter or buffer of the running model; `shape` is global and unsplit, in elements.
+
+    Kinds of `values` are `WEIGHT` and the optimizer's own (exp_avg, ...). `step` is torch Adam's, which stands beside
+    the states; a fused Adam keeps it in the group.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    values: Mapping[str, Value]
+    step: float | None = None
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Kinds of optimizer state that are stored."""
+        return tuple(kind for kind in self.values if kind != WEIGHT)
+
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -41,18 +180,10 @@ class StoredParameter:
     tensor: FsdpTensor
     cuts: tuple[tuple[int, int], ...] = ()
 
-    def sources(self, kind: str) -> tuple[Source, ...]:
-        """Sources that tile this parameter with one kind of the live tensor's values."""
-        whole = self.tensor.sources[kind]
-        if not self.cuts:
-            return whole
-        rest = (0,) * (len(self.shape) - 1)
-        found, at = [], 0
-        for start, count in self.cuts:
-            steps = (Narrow(0, start, count), Place((at, *rest), self.shape))
-            found += [Source(source.key, (*source.view, *steps)) for source in whole]
-            at += count
-        return tuple(found)
+    def value(self, kind: str) -> Value:
+        """Its part of one kind of the live tensor's values."""
+        whole = self.tensor.values[kind]
+        return concat(self.name, [whole.rows(*cut) for cut in self.cuts]) if self.cuts else whole
 
 
 def stored_parameters(

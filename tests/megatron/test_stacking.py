@@ -3,8 +3,7 @@
 import pytest
 
 from ckpt_tools.errors import MappingError
-from ckpt_tools.megatron.keys import is_optimizer_key
-from ckpt_tools.megatron.torch_dist.slices import layer_counts, slices_of, sort_keys
+from ckpt_tools.megatron.torch_dist.stacking import layer_counts, slices_of, sort_keys
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 
 
@@ -48,19 +47,6 @@ def test_layer_numbers_and_experts_of_one_layer():
     assert (norm.name, norm.lead, norm.shape) == ("decoder.layers.7.input_layernorm.weight", (), (4,))
     parts = slices_of(entry("decoder.layers.7.mlp.experts.experts.linear_fc2.bias", 2, 4))
     assert [(p.lead, p.shape, p.expert) for p in parts] == [((0,), (4,), 0), ((1,), (4,), 1)]
-
-
-@pytest.mark.parametrize(
-    ("key", "expected"),
-    [
-        ("optimizer.state.exp_avg.decoder.final_layernorm.weight", True),
-        ("chained_12.optimizer.distributed.dp_group_idx_0.gbuf_idx_0", True),
-        ("decoder.optimizer.weight", False),
-        ("chained_x.optimizer.state", False),
-    ],
-)
-def test_optimizer_keys(key, expected):
-    assert is_optimizer_key(key) is expected
 
 
 def test_a_gap_in_the_layers_is_named():
