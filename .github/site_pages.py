@@ -154,15 +154,15 @@ def _entry(name: str, value: Any) -> list[str]:
 def _entry_by_source(name: str) -> list[str]:
     """A class that cannot be imported here: its arguments, docstring and methods, from its source."""
     path = REPO / "ckpt_tools" / f"{ckpt_tools._PUBLIC[name].replace('.', '/')}.py"
-    definition = next(n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef) and n.name == name)
-    methods = [n for n in definition.body if isinstance(n, ast.FunctionDef)]
+    node = next(n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef) and n.name == name)
+    methods = [n for n in node.body if isinstance(n, ast.FunctionDef)]
     initial = next(n for n in methods if n.name == "__init__")
     arguments, defaults = initial.args.args[1:], initial.args.defaults
     parts = [ast.unparse(argument) for argument in arguments]
     for i, default in enumerate(defaults, len(arguments) - len(defaults)):
         parts[i] += f" = {ast.unparse(default)}"
     call = _folded(name, parts, "")
-    lines = [f"## {name}", "", "```python", call, "```", "", _docstring(ast.get_docstring(definition) or ""), ""]
+    lines = [f"## {name}", "", "```python", call, "```", "", _docstring(ast.get_docstring(node) or ""), ""]
     for method in methods:
         text = " ".join((ast.get_docstring(method) or "").split())
         if text and not method.name.startswith("_"):
