@@ -45,7 +45,7 @@ mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 MASTER_ADDR=${MASTER_ADDR:-${hosts[0]}}
 MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))} # two jobs on one node do not meet
 export MASTER_ADDR MASTER_PORT
-export OMP_NUM_THREADS=1 # the converter has threads of its own (--threads)
+export OMP_NUM_THREADS=1 # the converter has its own threads (--threads)
 
 container=()
 if [[ -n ${CONTAINER_IMAGE:-} ]]; then

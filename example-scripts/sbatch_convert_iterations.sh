@@ -64,7 +64,7 @@ for ((i = first; i < ${#numbers[@]}; i += ${SLURM_ARRAY_TASK_COUNT:-1})); do
     wait "$convert" || code=$?
     if [[ -n $stopping ]]; then
         wait "$convert" || true # the signal ended the first wait, not the conversion
-        echo "$(date -Is) requeued to go on later" >&2
+        echo "$(date -Is) requeued to continue later" >&2
         scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
         exit 143
     fi

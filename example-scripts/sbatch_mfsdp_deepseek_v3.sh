@@ -69,7 +69,7 @@ recommended=(
     --grad-reduce-in-bf16         # half of the reduce-scatter's bytes
     --overlap-grad-reduce         # reduce-scatter of a layer behind the backward pass of the next
     --overlap-param-gather        # all-gather of a layer behind the computation of the one before
-    --fsdp-double-buffer          # two lasting communication buffers: no fragmentation; layers must be alike
+    --fsdp-double-buffer          # two lasting communication buffers: no fragmentation; layers must be equal
     --use-nccl-ub                 # those buffers registered with NCCL: collectives leave more SMs to the model
 )
 parallel=(
