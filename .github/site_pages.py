@@ -1,8 +1,7 @@
-"""A hook of mkdocs: pages that stand elsewhere in the repository, and pages that are made from the program itself.
+"""A hook of mkdocs: pages from other folders of the repository, and pages generated from the program.
 
-Nothing is stored twice. README, CHANGELOG and the houses' own READMEs become pages as they are, with links that lead
-within the site; the reference is made from the same commands as `--help` and from docstrings. The site loads nothing
-from elsewhere, which is checked when it is built.
+README, CHANGELOG and the READMEs of the folders become pages, with their links rewritten; the reference is generated
+from the data of `--help` and from docstrings. The site loads nothing from other places, which the build checks.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import typer.main
 
@@ -29,7 +27,7 @@ from ckpt_tools.cli.help import by_section, parameters
 
 REPO = Path(__file__).resolve().parent.parent
 DOCS = ".github/docs"
-ELSEWHERE = {  # page -> where it stands in the repository
+ELSEWHERE = {  # page -> its path in the repository
     "index.md": "README.md",
     "changelog.md": "CHANGELOG.md",
     "contributing.md": ".github/CONTRIBUTING.md",
@@ -41,11 +39,10 @@ ELSEWHERE = {  # page -> where it stands in the repository
     "reference/results.md": "tests/benchmarks/RESULTS.md",
     "reference/notes.md": "tests/benchmarks/NOTES.md",
 }
-NEED_TORCH = {"StorageReader"}  # a class of torch's class: described without it, as the site is built without
+NEED_TORCH = {"StorageReader"}  # derived from a class of torch, which the site is built without
 PICTURES = {".svg", ".png"}
 _LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s]+)(\))")
-_WORD_END = re.compile(r"(?<=[^\W_])([._/|]+)(?=\w)|(?<=[a-z])(?=[A-Z])")
-_LOADS = re.compile(  # what a browser would fetch by itself
+_LOADS = re.compile(  # what a browser fetches by itself
     r"""<(?:script|img|link|iframe|source)\b[^>]*\b(?:src|href)=["']?(?:https?:)?//|url\(["']?(?:https?:)?//|@import"""
 )
 
@@ -56,8 +53,8 @@ def pages() -> dict[str, str]:
     return {str(path.relative_to(REPO / DOCS)): str(path.relative_to(REPO)) for path in own} | ELSEWHERE
 
 
-def made() -> dict[str, str]:
-    """Every page that is made here: its address -> its text."""
+def generated() -> dict[str, str]:
+    """Every generated page: its address -> its text."""
     texts = {f"commands/{name}.md": command_page(name) for name in manual.PAGES}
     return texts | {"reference/library.md": library_page(), "reference/json.md": schemas_page()}
 
@@ -70,12 +67,12 @@ def navigation() -> list[dict[str, Any]]:
     return [{section: entries} for section, entries in sections.items()]
 
 
-def moved(text: str, source: str, page: str) -> tuple[str, dict[str, str]]:
-    """A text that stood at `source` as page `page`, and the files it leads to: address in the site -> path."""
+def with_links(text: str, source: str, page: str) -> tuple[str, dict[str, str]]:
+    """The text of `source` with links for its place `page`, and the files that it links to: address -> path."""
     known = {path: address for address, path in pages().items()}
     files: dict[str, str] = {}
 
-    def lead(match: re.Match[str]) -> str:
+    def rewrite(match: re.Match[str]) -> str:
         before, target, after = match.groups()
         path, sharp, anchor = target.partition("#")
         if not path or ":" in path:
@@ -89,11 +86,11 @@ def moved(text: str, source: str, page: str) -> tuple[str, dict[str, str]]:
             files[address] = place
         return before + posixpath.relpath(address, posixpath.dirname(page)) + sharp + anchor + after
 
-    return _LINK.sub(lead, text), files
+    return _LINK.sub(rewrite, text), files
 
 
 def _address(path: str) -> str:
-    """Where a file of the repository stands in the site: a text, so that a browser shows it."""
+    """The address of a file: with `.txt`, so that a browser shows it."""
     within = path.removeprefix(f"{DOCS}/")
     if within != path:
         return within
@@ -127,8 +124,8 @@ def library_page() -> str:
     lines = [
         "# The library",
         "",
-        "`import ckpt_tools` costs nothing; each name is imported when it is first used, and none needs torch but",
-        "`load_dtensors` and `StorageReader`. Examples that tests run: [example-scripts](../examples.md).",
+        "`import ckpt_tools` is free; each name is imported when it is first used. Only `load_dtensors` and",
+        "`StorageReader` need torch. Examples: [example-scripts](../examples.md).",
         "",
     ]
     for name in ckpt_tools.__all__:
@@ -139,33 +136,33 @@ def library_page() -> str:
     return "\n".join(lines)
 
 
-def _entry(name: str, found: Any) -> list[str]:
-    lines = [f"## {name}", "", "```python", _signature(name, found), "```", ""]
-    lines += [_docstring(inspect.getdoc(found) or ""), ""]
-    for result in _results(found):
+def _entry(name: str, value: Any) -> list[str]:
+    lines = [f"## {name}", "", "```python", _signature(name, value), "```", ""]
+    lines += [_docstring(inspect.getdoc(value) or ""), ""]
+    for result in _results(value):
         lines += [
             f"**{result.__name__}**: {_docstring(inspect.getdoc(result) or '')}",
             "",
             *_members(result),
             "",
         ]
-    if isinstance(found, type):
-        lines += [*_members(found), ""]
+    if isinstance(value, type):
+        lines += [*_members(value), ""]
     return lines
 
 
 def _entry_by_source(name: str) -> list[str]:
-    """A class that cannot be imported here: its arguments, its docstring and its methods, as they are written."""
+    """A class that cannot be imported here: its arguments, docstring and methods, from its source."""
     path = REPO / "ckpt_tools" / f"{ckpt_tools._PUBLIC[name].replace('.', '/')}.py"
-    made = next(n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef) and n.name == name)
-    methods = [n for n in made.body if isinstance(n, ast.FunctionDef)]
+    node = next(n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef) and n.name == name)
+    methods = [n for n in node.body if isinstance(n, ast.FunctionDef)]
     initial = next(n for n in methods if n.name == "__init__")
     arguments, defaults = initial.args.args[1:], initial.args.defaults
     parts = [ast.unparse(argument) for argument in arguments]
     for i, default in enumerate(defaults, len(arguments) - len(defaults)):
         parts[i] += f" = {ast.unparse(default)}"
     call = _folded(name, parts, "")
-    lines = [f"## {name}", "", "```python", call, "```", "", _docstring(ast.get_docstring(made) or ""), ""]
+    lines = [f"## {name}", "", "```python", call, "```", "", _docstring(ast.get_docstring(node) or ""), ""]
     for method in methods:
         text = " ".join((ast.get_docstring(method) or "").split())
         if text and not method.name.startswith("_"):
@@ -173,17 +170,17 @@ def _entry_by_source(name: str) -> list[str]:
     return [*lines, ""]
 
 
-def _results(found: Any) -> Iterator[type]:
-    """The class of this package that a function gives back."""
-    if inspect.isfunction(found):
-        name = str(inspect.signature(found).return_annotation)
-        result = getattr(importlib.import_module(found.__module__), name, None)
+def _results(value: Any) -> Iterator[type]:
+    """The class of this package that a function returns."""
+    if inspect.isfunction(value):
+        name = str(inspect.signature(value).return_annotation)
+        result = getattr(importlib.import_module(value.__module__), name, None)
         if isinstance(result, type) and result.__module__.startswith("ckpt_tools."):
             yield result
 
 
 def _members(owner: type) -> list[str]:
-    """Fields, properties and methods that a class shows."""
+    """Public fields, properties and methods of a class."""
     fields = [f.name for f in dataclasses.fields(owner)] if dataclasses.is_dataclass(owner) else []
     lines = [f"* fields: {', '.join(f'`{field}`' for field in fields)}"] if fields else []
     for name, member in vars(owner).items():
@@ -195,9 +192,9 @@ def _members(owner: type) -> list[str]:
     return lines
 
 
-def _signature(name: str, found: Any) -> str:
-    """A signature as one writes it, folded where it is long."""
-    signature = inspect.signature(found)
+def _signature(name: str, value: Any) -> str:
+    """A signature, in several lines if it is long."""
+    signature = inspect.signature(value)
     parts, keyword_only = [], False
     for parameter in signature.parameters.values():
         if parameter.name == "self":
@@ -229,7 +226,7 @@ def _parameter(parameter: inspect.Parameter) -> str:
 
 
 def _docstring(text: str) -> str:
-    """A docstring as Markdown: what is indented under `Args:` and `Raises:` becomes a list."""
+    """A docstring as Markdown: the entries of `Args:` and `Raises:` become a list."""
     lines, in_list = [], False
     for line in text.splitlines():
         entry = re.match(r"^ {4}(\w[\w, ]*): (.*)", line)
@@ -248,7 +245,7 @@ def schemas_page() -> str:
     lines = [
         "# JSON reports",
         "",
-        "With `--json` a command prints one document, which keeps to its schema. `schema_version` in it is raised",
+        "With `--json` a command prints one document that follows its schema. `schema_version` is raised",
         "when a field changes its meaning or goes; new fields may come at any time.",
         "",
         "| schema | title |",
@@ -261,7 +258,7 @@ def schemas_page() -> str:
 
 
 def _code(text: str) -> str:
-    """An option or an argument in a cell: a bar in it ends no cell, and no name is folded at its hyphens."""
+    """An option or an argument in a cell: `|` must not end the cell, and no line breaks at hyphens."""
     names, space, kind = html.escape(text).replace("|", "&#124;<wbr>").partition(" &lt;")
     return f'<code class="name">{names}</code>' + (f" <code>&lt;{kind}</code>" if space else "")
 
@@ -271,16 +268,16 @@ def _cell(text: str) -> str:
 
 
 def _safe(text: str) -> str:
-    """Plain text in which Markdown sees neither tags, nor emphasis in names and globs; code stays as it is."""
+    """Text escaped for Markdown, except code: no tags, no emphasis in names and globs."""
     parts = re.split(r"(``[^`]+``|`[^`]*`)", text)
     return "".join(part if part.startswith("`") else re.sub(r"([<*_\[\]])", r"\\\1", part) for part in parts)
 
 
-# What mkdocs calls.
+# Called by mkdocs.
 
 
 def on_config(config: Any) -> Any:
-    """The navigation's entry for commands gets one for each."""
+    """Put every command into the navigation."""
     for entry in config.nav:
         for title in entry if isinstance(entry, dict) else ():
             if title == "Commands":
@@ -289,23 +286,23 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add what stands elsewhere, what is made, and the files that pages lead to."""
+    """Add pages from other folders, generated pages, and the files that pages link to."""
     from mkdocs.structure.files import File, InclusionLevel
 
-    led_to: dict[str, str] = {}
+    linked: dict[str, str] = {}
     for address, source in pages().items():
-        text, found = moved((REPO / source).read_text(), source, address)
-        led_to |= found
+        text, targets = with_links((REPO / source).read_text(), source, address)
+        linked |= targets
         present = files.get_file_from_path(address)
         if present is not None:
             files.remove(present)
         files.append(File.generated(config, address, content=text))
-    for address, text in made().items():
+    for address, text in generated().items():
         files.append(File.generated(config, address, content=text))
     for path in sorted((REPO / "ckpt_tools/schemas").glob("*.json")):
         source = str(path.relative_to(REPO))
-        led_to[_address(source)] = source
-    for address, source in led_to.items():
+        linked[_address(source)] = source
+    for address, source in linked.items():
         if files.get_file_from_path(address) is None:
             files.append(
                 File.generated(
@@ -315,48 +312,15 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_content(text: str, **_: Any) -> str:
-    return foldable(text)
-
-
-def foldable(text: str) -> str:
-    """A page in which code in a line may be folded between the words of a name, never within an option."""
-
-    def fold(match: re.Match[str]) -> str:
-        parts = re.split(r"((?<![\w-])--?[a-z][\w-]*)", match[1])
-        parts[::2] = [_WORD_END.sub(r"\1<wbr>", part) for part in parts[::2]]
-        parts[1::2] = [f'<span class="option">{part}</span>' for part in parts[1::2]]
-        return f"<code>{''.join(parts)}</code>"
-
-    return re.sub(r"(?<!<pre>)<code>([^<]*)</code>", fold, text)
-
-
 def on_post_build(config: Any) -> None:
-    """Refuse a site that would load something from elsewhere, or in which a link leads nowhere."""
+    """Fail if a page would load something from another place. (mkdocs --strict checks the links.)"""
     from mkdocs.exceptions import PluginError
 
-    if found := foreign(Path(config.site_dir)):
-        raise PluginError(f"these would load something from elsewhere: {', '.join(map(str, found))}")
-    if dead := dead_links(Path(config.site_dir)):
-        raise PluginError(f"these links lead nowhere: {', '.join(dead)}")
+    if pages := foreign(Path(config.site_dir)):
+        raise PluginError(f"these would load something from elsewhere: {', '.join(map(str, pages))}")
 
 
 def foreign(folder: Path) -> list[Path]:
-    """Pages and styles with something that a browser would fetch from another place."""
+    """Pages and styles that would make a browser fetch something from another place."""
     files = [path for path in sorted(folder.rglob("*")) if path.suffix in (".html", ".css")]
     return [path for path in files if _LOADS.search(path.read_text(errors="replace"))]
-
-
-def dead_links(folder: Path) -> list[str]:
-    """Links of pages, each after its page, to a file or to a place in a page that is not there."""
-    texts = {path: path.read_text() for path in sorted(folder.rglob("*.html")) if path.name != "404.html"}
-    places = {path: set(re.findall(r'<[a-z][^>]*\sid="([^"]+)"', text)) for path, text in texts.items()}
-    found = []
-    for path, text in texts.items():
-        for link in dict.fromkeys(re.findall(r'<[a-z][^>]*\s(?:href|src)="([^"]+)"', text)):
-            name, _, place = html.unescape(unquote(link)).partition("#")
-            to = Path(posixpath.normpath(path.parent / name)) if name else path
-            there = to.exists() and (not place or place in places.get(to, (place,)))
-            if ":" not in link and not there:
-                found.append(f"{path.relative_to(folder)}: {link}")
-    return found

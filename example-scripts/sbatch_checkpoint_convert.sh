@@ -3,14 +3,17 @@
 #
 #   INPUT=/ckpts/run1 OUTPUT=/ckpts/run1_fsdp sbatch --nodes=4 example-scripts/sbatch_checkpoint_convert.sh
 #
-# The output directory must be visible to every node. A job that is killed, preempted, or near its time limit goes
-# on where it stopped: it is requeued and --resume skips what is finished. Settings, each from the environment:
+# The output directory must be visible to every node. A job that is killed, preempted, or near its time limit is
+# requeued, and --resume skips what is finished. The ranks meet through torch: pip install '.[torch]'. Settings, each
+# from the environment:
 #
 #   INPUT, OUTPUT     checkpoint to read, directory to write (required)
+#   SBATCH_PARTITION, SBATCH_ACCOUNT   where the job runs and who pays for it; read by sbatch itself
 #   CONVERT_ARGS      further options of the command, e.g. "--dp-shard 64 --ep 8 --fsync"
 #   COMMAND           what to run on the two directories  [convert-torch-dist-to-fsdp-dtensor]
 #   LAUNCHER          srun: one task a rank; torchrun: one task a node, which starts the ranks  [srun]
 #   RANKS_PER_NODE    processes on a node  [4]
+#   CPUS_PER_RANK     CPUs of a process, for srun --cpus-per-task  [what Slurm gives]
 #   VERIFY            1: read the result back and check its structure  [1]
 #   REPORT            where the report goes, as JSON  [convert-<job>.json]
 #   PYTHON, TORCHRUN  programs of the environment that has ckpt_tools  [python3, torchrun]
@@ -42,7 +45,7 @@ mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 MASTER_ADDR=${MASTER_ADDR:-${hosts[0]}}
 MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))} # two jobs on one node do not meet
 export MASTER_ADDR MASTER_PORT
-export OMP_NUM_THREADS=1 # the converter has threads of its own (--threads)
+export OMP_NUM_THREADS=1 # the converter has its own threads (--threads)
 
 container=()
 if [[ -n ${CONTAINER_IMAGE:-} ]]; then
@@ -68,9 +71,11 @@ case $LAUNCHER in
         exit 2
         ;;
 esac
+cpus=()
+[[ -z ${CPUS_PER_RANK:-} ]] || cpus=("--cpus-per-task=$((CPUS_PER_RANK * RANKS_PER_NODE / tasks))")
 
 # Slurm sends USR1 to this shell some minutes before the time limit. The ranks get SIGTERM, stop cleanly and leave
-# the journal that --resume goes on from.
+# the journal that --resume continues from.
 stopping=
 stop_ranks() {
     stopping=1
@@ -85,7 +90,7 @@ if [[ ! -e $published ]]; then
     echo "$(date -Is) start ${SLURM_RESTART_COUNT:-0}: $SLURM_JOB_NUM_NODES nodes, $RANKS_PER_NODE ranks each: $INPUT -> $OUTPUT"
     # One rank's death ends the step: without its share the others can only wait.
     srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$((SLURM_JOB_NUM_NODES * tasks))" --ntasks-per-node="$tasks" \
-        --kill-on-bad-exit=1 --label "${container[@]}" "${program[@]}" &
+        --kill-on-bad-exit=1 --label "${cpus[@]}" "${container[@]}" "${program[@]}" &
     step=$!
     interrupted=$((128 + $(kill -l USR1))) # a trapped signal ends the wait, not the step
     code=$interrupted
@@ -95,7 +100,7 @@ if [[ ! -e $published ]]; then
     done
 
     if [[ -n $stopping && $code != 0 ]]; then
-        echo "$(date -Is) requeued to go on later" >&2
+        echo "$(date -Is) requeued to continue later" >&2
         scontrol requeue "$SLURM_JOB_ID"
         exit "$code"
     fi

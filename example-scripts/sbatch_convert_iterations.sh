@@ -4,10 +4,11 @@
 #   INPUT=/ckpts/run1 OUTPUT=/ckpts/run1_fsdp sbatch --array=0-7 example-scripts/sbatch_convert_iterations.sh
 #
 # Task 0 of 8 takes the first iteration, the ninth, and so on: any size of array converts all. A task that is
-# preempted or near its time limit is requeued and goes on; submitted again, it converts what is new. An iteration that
-# is not complete is named, and the task goes on with the next. Settings, each from the environment:
+# preempted or near its time limit is requeued and continues; submitted again, it converts what is new. An iteration
+# that is not complete is named, and the task continues with the next. Settings, each from the environment:
 #
 #   INPUT, OUTPUT   the run, and the root to write (required)
+#   SBATCH_PARTITION, SBATCH_ACCOUNT   where the job runs and who pays for it; read by sbatch itself
 #   CONVERT_ARGS    further options of convert, e.g. "--dp-shard 64 --ep 8"
 #   PYTHON          of the environment that has ckpt_tools  [python3]
 #
@@ -28,7 +29,7 @@ PYTHON=${PYTHON:-python3}
 read -r -a extra <<<"${CONVERT_ARGS:-}"
 
 # Slurm sends USR1 to this shell some minutes before the time limit: the conversion stops and leaves what --resume
-# goes on from.
+# continues from.
 convert='' stopping=''
 stop() {
     stopping=1
@@ -63,7 +64,7 @@ for ((i = first; i < ${#numbers[@]}; i += ${SLURM_ARRAY_TASK_COUNT:-1})); do
     wait "$convert" || code=$?
     if [[ -n $stopping ]]; then
         wait "$convert" || true # the signal ended the first wait, not the conversion
-        echo "$(date -Is) requeued to go on later" >&2
+        echo "$(date -Is) requeued to continue later" >&2
         scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
         exit 143
     fi

@@ -4,11 +4,12 @@
 #   CHECKPOINT=/ckpts/dsv3_fsdp SAVE=/ckpts/dsv3_run MEGATRON=/src/Megatron-LM \
 #       sbatch --nodes=64 example-scripts/sbatch_mfsdp_deepseek_v3.sh
 #
-# Make CHECKPOINT with sbatch_checkpoint_convert.sh; with the same sizes there, each rank reads one file from front
-# to back:  CONVERT_ARGS="--dp-shard 512 --ep 8"  for 64 nodes. Settings, each from the environment:
+# Make CHECKPOINT with sbatch_checkpoint_convert.sh; with the same sizes there, each rank reads one file
+# sequentially:  CONVERT_ARGS="--dp-shard 512 --ep 8"  for 64 nodes. Settings, each from the environment:
 #
+#   SBATCH_PARTITION, SBATCH_ACCOUNT   where the job runs and who pays for it; read by sbatch itself
 #   CHECKPOINT       fsdp_dtensor checkpoint to start from (required)
-#   SAVE             where checkpoints go; a job that finds one there goes on from it (required)
+#   SAVE             where checkpoints go; a job that finds one there continues from it (required)
 #   MEGATRON         checkout of Megatron-LM (required)
 #   DATA_PATH, TOKENIZER_MODEL   data as --data-path takes it and its tokenizer  [mock data]
 #   TP, EP, CP       parallel sizes; everything else shards  [1, 8, 1]
@@ -68,7 +69,7 @@ recommended=(
     --grad-reduce-in-bf16         # half of the reduce-scatter's bytes
     --overlap-grad-reduce         # reduce-scatter of a layer behind the backward pass of the next
     --overlap-param-gather        # all-gather of a layer behind the computation of the one before
-    --fsdp-double-buffer          # two lasting communication buffers: no fragmentation; layers must be alike
+    --fsdp-double-buffer          # two lasting communication buffers: no fragmentation; layers must be equal
     --use-nccl-ub                 # those buffers registered with NCCL: collectives leave more SMs to the model
 )
 parallel=(
@@ -101,8 +102,8 @@ training=(
     --train-iters "$TRAIN_ITERS" --lr 2.2e-4 --min-lr 2.2e-5 --lr-decay-style cosine --lr-warmup-iters 100
     --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0
     --recompute-granularity selective --recompute-modules mla_up_proj mlp moe_act
-    --load "$load" --save "$SAVE" --save-interval 200
-    --exit-duration-in-mins "$MINUTES" # save and leave before Slurm ends the job; the next job goes on
+    --load "$load" --save "$SAVE" --save-interval 200 --eval-interval 1000
+    --exit-duration-in-mins "$MINUTES" # save and leave before Slurm ends the job; the next job continues
     --distributed-timeout-minutes 60 --log-interval 1
     --eval-iters 0 --eval-interval 1000 # the interval has no default in Megatron main
 )

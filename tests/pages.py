@@ -1,4 +1,4 @@
-"""What every page and drawing has to be: well formed, one file, without a way to the network."""
+"""Every page and drawing must be well formed and one file that loads nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LEADS_OUT = re.compile(r"""(?:https?:)?//(?!www\.w3\.org/2000/svg["'])[\w.]|@im
 
 
 class _Tags(HTMLParser):
-    """Sees that every element is closed in the order of opening, and keeps the text."""
+    """Checks that elements are closed in order, and keeps the text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class _Tags(HTMLParser):
 
 
 def parse_page(page: str) -> _Tags:
-    """The elements and the text of a page that is well formed, narrow screens in mind, and leads nowhere."""
+    """Elements and text of a page, which must be well formed, fit for narrow screens, and load nothing."""
     assert page.startswith("<!doctype html>")
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
     tags = _Tags()
@@ -51,7 +51,7 @@ def parse_page(page: str) -> _Tags:
 
 
 def parse_svg(drawing: str) -> Xml.Element:
-    """The root of a drawing that is well formed and leads nowhere."""
+    """The root of a drawing, which must be well formed and load nothing."""
     root = Xml.fromstring(drawing)
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     assert not _LEADS_OUT.search(re.sub(r">[^<]*<", "><", drawing))

@@ -33,9 +33,6 @@ def test_a_document_can_be_typed_from_top_to_bottom(
 ) -> None:
     for name in PLACES:
         (tmp_path / name).symlink_to(ready / name)
-    (tmp_path / "run").mkdir()
-    for name in ("CKPT", "run/torch_dist"):  # the README's names
-        (tmp_path / name).symlink_to(ready / "RUN")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     reader = Reader(capsys)

@@ -1,6 +1,6 @@
-"""The site's own code: pages that are made say what the program says, and every link leads to a page or a file.
+"""The site's code: generated pages say what the program says, and every link leads to a page or a file.
 
-`.ci/run` builds the site itself, strictly; here nothing of mkdocs is needed.
+`.ci/run` builds the site strictly; these tests need no mkdocs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def test_the_library_page_has_every_public_name(site: ModuleType) -> None:
 
 
 def test_the_site_is_made_without_torch(site: ModuleType) -> None:
-    """`pip install '.[docs]'` brings none, and the page is the same then."""
+    """`pip install '.[docs]'` does not install it."""
     code = (
         "import runpy, sys; sys.modules['torch'] = None\n"
         "sys.stdout.write(runpy.run_path('.github/site_pages.py')['library_page']())"
@@ -83,9 +83,9 @@ def test_every_schema_is_listed(site: ModuleType) -> None:
 
 
 def test_every_link_of_the_site_leads_somewhere(site: ModuleType) -> None:
-    addresses = {*site.pages(), *site.made()}
+    addresses = {*site.pages(), *site.generated()}
     for address, source in site.pages().items():
-        text, files = site.moved((REPO / source).read_text(), source, address)
+        text, files = site.with_links((REPO / source).read_text(), source, address)
         assert not [path for path in files.values() if not (REPO / path).is_file()]
         for target in re.findall(r"\]\(([^)\s]+)\)", text):
             path = target.partition("#")[0]
@@ -99,7 +99,7 @@ def test_the_navigation_has_every_page_once(site: ModuleType) -> None:
     listed = re.findall(r"[\w./-]+\.md", text)
     assert len(listed) == len(set(listed))
     names = {name.lstrip("/") for name in listed}
-    assert names | {f"commands/{name}.md" for name in manual.PAGES} == {*site.pages(), *site.made()}
+    assert names | {f"commands/{name}.md" for name in manual.PAGES} == {*site.pages(), *site.generated()}
     entry = next(e["Commands"] for e in _configured(site, config) if "Commands" in e)
     assert [page for part in entry for pages in part.values() for page in pages] == [
         {name: f"commands/{name}.md"}
@@ -134,31 +134,3 @@ def test_a_site_that_would_load_from_elsewhere_is_found(
         '<a href="https://example.org">a link is not loaded</a><img src="x.png">'
     )
     assert site.foreign(tmp_path) == [tmp_path / name]
-
-
-@pytest.mark.parametrize(
-    ("code", "folded"),
-    [
-        ("a_b.c/d", "a_<wbr>b.<wbr>c/<wbr>d"),
-        ("LlamaForCausalLM", "Llama<wbr>For<wbr>Causal<wbr>LM"),
-        ("x --dry-run=1 -q", 'x <span class="option">--dry-run</span>=1 <span class="option">-q</span>'),
-        ("__0_0.x", "__0_<wbr>0.<wbr>x"),
-        ("a-b &lt;N&gt;", "a-b &lt;N&gt;"),
-    ],
-)
-def test_code_is_folded_where_it_reads_well(code: str, folded: str, site: ModuleType) -> None:
-    assert site.foldable(f"<td><code>{code}</code></td>") == f"<td><code>{folded}</code></td>"
-    whole = f'<pre><code>{code}</code></pre><code class="name">{code}</code>'
-    assert site.foldable(whole) == whole
-
-
-def test_a_link_that_leads_nowhere_is_found(site: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "b c.html").write_text('<h1 id="one">x</h1><a href="in/a.html#two"></a><a href="."></a>')
-    (tmp_path / "in" / "a.html").write_text(
-        '<p id="two"></p><a href="../b%20c.html#one"></a><a href="#two"></a><a href="https://x.org/y#z"></a>'
-        '<a href="../b%20c.html#two"></a><a href="#one"></a><img src="x.png"><a class=x href="c.html#one"></a>'
-    )
-    assert site.dead_links(tmp_path) == [
-        f"in/a.html: {link}" for link in ("../b%20c.html#two", "#one", "x.png", "c.html#one")
-    ]

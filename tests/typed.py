@@ -1,12 +1,13 @@
-"""The fenced blocks of a document as steps that a reader would type one after the other, and what runs them.
+"""The fenced blocks of a document as steps, in the order in which a reader types them, and what runs them.
 
 The convention, for README.md, `ckpt_tools/for-agents.md` and every page under `.github/docs`:
 
-* ```bash: each line of this program is run, in one folder a page, so a page's outputs are there for its later lines;
-  `OUT` alone is free again at every block. `# exit code N` at a line's end says how it ends, if not with 0.
-* ```python: run, in the same folder, one module a page; so is what a shell gives to `python -c`.
-* ```text: each line, blanks aside, stands in what the block before it printed, in this order; `...` is for others.
-* `PLACES` are there from the start. `s3://` is a file system in memory.
+* ```bash: each line of this program is run, in one folder for each page, so later lines find earlier outputs; only
+  `OUT*` is deleted before every block. `# exit code N` at the end of a line is the expected code, otherwise 0.
+* ```python: run in the same folder, one module for each page; so is the argument of `python -c`.
+* ```text: each line, except for blanks, is contained in the output of the block before it, in this order; `...` is
+  for other lines. stdout comes before stderr.
+* `PLACES` exist from the start. `s3://` is a file system in memory.
 * Lines of other programs are in `ELSEWHERE`, which says what runs them.
 """
 
@@ -44,7 +45,7 @@ _FENCE = re.compile(r"^```(bash|python|text)\n(.*?)^```$", re.S | re.M)
 
 @dataclass(frozen=True)
 class Step:
-    """What stands between two fences, and the line of the document where it begins."""
+    """The text between two fences, and the line of the document where it starts."""
 
     kind: str
     body: str
@@ -52,12 +53,12 @@ class Step:
 
 
 def steps(text: str) -> list[Step]:
-    """The blocks of a document that are run or compared."""
+    """The blocks that are run or compared."""
     return [Step(m[1], m[2], text.count("\n", 0, m.start()) + 2) for m in _FENCE.finditer(text)]
 
 
 def typed(body: str) -> Iterator[tuple[str, int]]:
-    """The lines of a shell block, joined where they are folded, with the exit code each is said to have."""
+    """The lines of a shell block, continuations joined, each with its expected exit code."""
     for line in body.replace("\\\n", " ").splitlines():
         words, _, comment = line.partition(" #")
         code = re.search(r"exit code (\d+)", comment)
@@ -66,7 +67,7 @@ def typed(body: str) -> Iterator[tuple[str, int]]:
 
 
 def places(folder: Path) -> Path:
-    """Everything that `PLACES` names."""
+    """Make everything in `PLACES`."""
     folder.mkdir()
     run_folder = DATA / "core019_llama_tp2_fully_reshardable"
     (folder / "RUN").symlink_to(run_folder)
@@ -86,7 +87,7 @@ def places(folder: Path) -> Path:
 
 
 class Reader:
-    """Types a document in the current folder; knows what was printed last."""
+    """Runs a document's steps in the current folder; `printed` is the last output."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self.capsys = capsys
@@ -94,7 +95,7 @@ class Reader:
         self.module: dict[str, object] = {"__name__": "page"}
 
     def take(self, step: Step) -> None:
-        """Run a block, or compare one with what the last printed."""
+        """Run a block, or compare it with the last output."""
         if step.kind == "text":
             self._compare(step)
             return
@@ -132,6 +133,6 @@ class Reader:
                 )
 
     def close(self) -> None:
-        """Forget what was written to memory."""
+        """Empty the file system in memory."""
         MemoryFileSystem.store.clear()
         MemoryFileSystem.pseudo_dirs[:] = [""]

@@ -167,7 +167,7 @@ def test_every_schema_is_one_and_is_used() -> None:
 
 
 def test_no_field_goes_without_a_higher_version() -> None:
-    """What `.github/docs/compatibility.md` promises."""
+    """What `.github/docs/limits.md` promises."""
     then, now = schema_fields.recorded(), schema_fields.present()
     assert schema_fields.gone(then, now) == [], "raise schema_version in the schema, the report and VERSIONS"
     assert then == now, "look at what is new, then: python -m tests.cli.schema_fields"

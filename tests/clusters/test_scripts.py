@@ -73,10 +73,11 @@ def test_scripts_are_shellcheck_clean() -> None:
 
 
 def test_convert_starts_one_task_a_rank_then_verifies(slurm: Slurm) -> None:
-    code, _, calls = slurm.run(CONVERT, INPUT="/in", OUTPUT="/out dir", CONVERT_ARGS="--dp-shard 8 --fsync")
+    settings = {"CONVERT_ARGS": "--dp-shard 8 --fsync", "CPUS_PER_RANK": "6"}
+    code, _, calls = slurm.run(CONVERT, INPUT="/in", OUTPUT="/out dir", **settings)
     assert code == 0
     assert calls == [
-        "--nodes=2 --ntasks=8 --ntasks-per-node=4 --kill-on-bad-exit=1 --label python3 -m ckpt_tools "
+        "--nodes=2 --ntasks=8 --ntasks-per-node=4 --kill-on-bad-exit=1 --label --cpus-per-task=6 python3 -m ckpt_tools "
         "convert-torch-dist-to-fsdp-dtensor /in /out dir --resume --report convert-20017.json --dp-shard 8 --fsync",
         "--nodes=1 --ntasks=1 python3 -m ckpt_tools verify /out dir",
     ]
@@ -89,6 +90,7 @@ def test_convert_with_torchrun_in_a_container(slurm: Slurm) -> None:
         OUTPUT="/out",
         LAUNCHER="torchrun",
         RANKS_PER_NODE="16",
+        CPUS_PER_RANK="2",
         VERIFY="0",
         COMMAND="convert",
         CONTAINER_IMAGE="nvcr.io/x:1",
@@ -97,8 +99,8 @@ def test_convert_with_torchrun_in_a_container(slurm: Slurm) -> None:
     )
     assert code == 0
     assert calls == [
-        "--nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 --label --container-image=nvcr.io/x:1 "
-        "--container-mounts=/in,/out torchrun --nnodes 2 --nproc-per-node 16 --rdzv-backend c10d "
+        "--nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 --label --cpus-per-task=32 "
+        "--container-image=nvcr.io/x:1 --container-mounts=/in,/out torchrun --nnodes 2 --nproc-per-node 16 --rdzv-backend c10d "
         "--rdzv-endpoint node7:20017 --rdzv-id 20017.3 -m ckpt_tools convert /in /out --resume "
         "--report convert-20017.json"
     ]
@@ -184,8 +186,9 @@ def test_training_flags_at_a_small_size_are_ready(slurm: Slurm, tmp_path: Path) 
 
     def checked(**settings: str) -> Report:
         settings = {"EP": "2", "SEQ_LEN": "32", "EXTRA_ARGS": _SMALL} | settings
-        calls = slurm.run(TRAIN, CHECKPOINT=str(tmp_path / "out"), SAVE="/save", MEGATRON="/m", **settings)[2]
-        return preflight(str(tmp_path / "out"), calls[0].partition(" -- ")[2].split()).report
+        checkpoint = str(tmp_path / "out")
+        calls = slurm.run(TRAIN, CHECKPOINT=checkpoint, SAVE="/save", MEGATRON="/m", **settings)[2]
+        return preflight(checkpoint, calls[0].partition(" -- ")[2].split()).report
 
     report = checked()
     assert report.findings == []

@@ -23,10 +23,9 @@ WIDTH = 106  # columns
 _COLUMN = 12.2  # units of the picture
 # Command, and how many lines of it are shown from its start and its end.
 SHOWN = [
-    ("inspect llama --keys 'decoder.layers.mlp.*weight'", 9, 11),
-    ("convert llama llama_fsdp --dp-shard 4", 8, 0),
-    ("verify llama_fsdp --content", 99, 0),
+    ("convert llama llama_fsdp --gpus 4", 9, 0),
     ("diff llama llama_fsdp", 0, 1),
+    ("preflight llama_fsdp", 10, 5),
 ]
 
 
@@ -41,7 +40,8 @@ def record() -> list[Text]:
                 on_a_terminal(shlex.split(words), Path(folder), COLUMNS=str(WIDTH)).strip("\n").split("\n")
             )
             printed = [line for line in printed if re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).strip()]
-            printed = [line for line in printed if "━" not in line]  # a bar of progress has a time of its own
+            printed = [line for line in printed if "━" not in line]  # a progress bar shows the time
+            printed = [line.replace(str(Path(folder).resolve()), "/checkpoints") for line in printed]
             shown = [Text.from_ansi(line.rstrip()) for line in printed]
             if len(shown) > first + last:
                 shown = [*shown[:first], Text("  ...", "dim"), *(shown[-last:] if last else [])]
