@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt_tools.commands.huggingface.export_hf import export_hf
-from ckpt_tools.commands.huggingface.export_options import ExportOptions
+from ckpt_tools.commands.huggingface.export_source import ExportOptions
 from ckpt_tools.commands.huggingface.import_hf import import_hf
 from ckpt_tools.commands.look.inspect import inspect_checkpoint
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from ckpt_tools.commands.adapters.adapter_source import AdapterSource, read_adapter_source
-from ckpt_tools.commands.adapters.peft_source import is_peft
+from ckpt_tools.commands.adapters.peft import is_peft
 from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_fsdp_dtensor import planned, prepare_model
 from ckpt_tools.commands.convert.to_torch_dist import write_torch_dist

@@ -7,32 +7,31 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, get_args
 
-from ckpt_tools.commands.adapters.export_peft import plan_peft
-from ckpt_tools.commands.huggingface.export_options import ExportOptions
-from ckpt_tools.commands.huggingface.export_source import ExportSource, read_export_source
-from ckpt_tools.commands.huggingface.hf_directory import hf_directory
-from ckpt_tools.commands.huggingface.hf_parts import (
+from ckpt_tools.commands.adapters.peft import plan_peft
+from ckpt_tools.commands.huggingface.export_source import ExportOptions, ExportSource, read_export_source
+from ckpt_tools.commands.huggingface.folder import (
     families_with,
-    offset_notes,
-    offset_values,
-    prove_equal,
+    hf_directory,
     read_config,
 )
 from ckpt_tools.commands.huggingface.plain_to_hf import is_plain, plan_plain
-from ckpt_tools.commands.huggingface.several_parts import (
-    holds_several,
-    put_together,
-    reference_of,
-    with_language_settings,
-    without_others,
+from ckpt_tools.commands.huggingface.tensors import (
+    offset_notes,
+    offset_values,
+    prove_equal,
 )
-from ckpt_tools.commands.huggingface.tower_source import (
+from ckpt_tools.commands.huggingface.vision_language import (
     WholeModel,
     check_tower,
+    holds_several,
     other_towers,
     put_back,
+    put_together,
+    reference_of,
     tower_files,
     whole_model,
+    with_language_settings,
+    without_others,
 )
 from ckpt_tools.commands.job.conversion import (
     Conversion,

@@ -9,23 +9,25 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpt_tools.commands.adapters.peft_source import merge_peft, peft_files
+from ckpt_tools.commands.adapters.peft import merge_peft, peft_files
 from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_fsdp_dtensor import planned, prepare_model
 from ckpt_tools.commands.convert.to_torch_dist import write_torch_dist
 from ckpt_tools.commands.convert.version_2 import VERSION_2, for_version_2
-from ckpt_tools.commands.huggingface.hf_parts import (
+from ckpt_tools.commands.huggingface.folder import (
     families_with,
+    read_config,
+    unread_notes,
+)
+from ckpt_tools.commands.huggingface.tensors import (
     offset_notes,
     offset_values,
     prove_equal,
-    read_config,
     refuse_adapters,
     seen_as,
-    unread_notes,
     without_frequencies,
 )
-from ckpt_tools.commands.huggingface.tower_source import check_tower, tower_alone
+from ckpt_tools.commands.huggingface.vision_language import check_tower, tower_alone
 from ckpt_tools.commands.job.conversion import Conversion, Progress, RunOptions, Writer, convert
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.outputs import in_root, refuse_overlap

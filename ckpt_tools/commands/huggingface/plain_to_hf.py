@@ -18,12 +18,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.commands.huggingface.hf_directory import hf_directory
-from ckpt_tools.commands.huggingface.hf_parts import (
+from ckpt_tools.commands.huggingface.folder import (
     architecture_of,
     families_with,
-    prove_equal,
+    hf_directory,
     read_config,
+)
+from ckpt_tools.commands.huggingface.tensors import (
+    prove_equal,
     without_frequencies,
 )
 from ckpt_tools.commands.job.conversion import Conversion
@@ -51,7 +53,7 @@ from ckpt_tools.model.views import Source
 from ckpt_tools.plan.weight_files import build_safetensors_plan
 
 if TYPE_CHECKING:
-    from ckpt_tools.commands.huggingface.export_options import ExportOptions
+    from ckpt_tools.commands.huggingface.export_source import ExportOptions
 
 _TYPES = ("dtype", "torch_dtype")  # what transformers 5 and 4 call the weights' type
 

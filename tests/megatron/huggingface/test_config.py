@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ckpt_tools.errors import MappingError
+from ckpt_tools.megatron.huggingface.config.codecs import REQUIRED
 from ckpt_tools.megatron.huggingface.config.config import (
     in_v4_form,
     keep_reference,
@@ -15,10 +16,9 @@ from ckpt_tools.megatron.huggingface.config.config import (
     reconcile,
     write_config,
 )
-from ckpt_tools.megatron.huggingface.config.config_fields import REQUIRED
 from ckpt_tools.megatron.huggingface.config.ledger import arguments
+from ckpt_tools.megatron.huggingface.config.megatron_args import read_model_args
 from ckpt_tools.megatron.huggingface.config.model_args import ModelArgs
-from ckpt_tools.megatron.huggingface.config.read_args import read_model_args
 from ckpt_tools.megatron.huggingface.families.families import FAMILIES
 from ckpt_tools.megatron.huggingface.families.identify import detect_family
 from ckpt_tools.megatron.huggingface.mapping.layouts import JOINED, LAYOUTS

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_tools.megatron.huggingface.config.read_args import read_model_args
+from ckpt_tools.megatron.huggingface.config.megatron_args import read_model_args
 from ckpt_tools.megatron.huggingface.families.families import FAMILIES
 from ckpt_tools.megatron.huggingface.families.identify import detect_family, family_of_config, without_modules
 from ckpt_tools.megatron.huggingface.mapping.targets import export_targets

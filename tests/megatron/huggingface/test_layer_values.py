@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_tools.megatron.huggingface.config import layer_values as values
+from ckpt_tools.megatron.huggingface.config import codecs as values
 
 
 @pytest.mark.parametrize(

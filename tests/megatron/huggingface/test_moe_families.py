@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 
-from ckpt_tools.megatron.huggingface.config.read_args import read_model_args
-from ckpt_tools.megatron.huggingface.config.sparse_attention import TOO_OLD, indexer_layers, sharing
+from ckpt_tools.megatron.huggingface.config.megatron_args import (
+    TOO_OLD,
+    indexer_layers,
+    read_model_args,
+    sharing,
+)
 from ckpt_tools.megatron.huggingface.families.identify import detect_family, family_of_config
 from ckpt_tools.megatron.huggingface.mapping.targets import export_targets
 from ckpt_tools.megatron.huggingface.quantization.block_fp8 import LINEAR

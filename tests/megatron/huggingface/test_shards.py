@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.megatron.huggingface.mapping.shard_files import pack_shards, shard_index
+from ckpt_tools.commands.huggingface.folder import pack_shards, shard_index
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.integers(1, 50))

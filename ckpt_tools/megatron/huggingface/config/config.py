@@ -12,8 +12,7 @@ from math import isclose
 from typing import Any
 
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
-from ckpt_tools.megatron.huggingface.config.config_fields import REQUIRED
-from ckpt_tools.megatron.huggingface.config.field_values import Config
+from ckpt_tools.megatron.huggingface.config.codecs import REQUIRED, Config
 from ckpt_tools.megatron.huggingface.config.model_args import ModelArgs, frozen
 from ckpt_tools.megatron.huggingface.config.numbers import bounded
 from ckpt_tools.megatron.huggingface.config.rope_args import GPT_OSS_SCALING, RELEASED_GPT_OSS_SCALING

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.huggingface.config.config import NESTED, V4_ROPE
 from ckpt_tools.megatron.huggingface.config.layer_patterns import windows_said_again
+from ckpt_tools.megatron.huggingface.config.megatron_args import as_text, flat_args
 from ckpt_tools.megatron.huggingface.config.model_args import ModelArgs
-from ckpt_tools.megatron.huggingface.config.read_args import as_text, flat_args
 from ckpt_tools.megatron.huggingface.mapping.rules import Family, allows, first_of
 
 MAX_VALUE_CHARS = 60

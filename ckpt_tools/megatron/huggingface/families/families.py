@@ -8,9 +8,8 @@ from functools import cache
 from pathlib import Path
 
 from ckpt_tools.errors import CkptError, list_problems
-from ckpt_tools.megatron.huggingface.config.config_fields import Field
-from ckpt_tools.megatron.huggingface.families.family_file import is_whole, read_family
-from ckpt_tools.megatron.huggingface.families.field_items import fields_of_pieces
+from ckpt_tools.megatron.huggingface.config.codecs import Field
+from ckpt_tools.megatron.huggingface.families.family_file import fields_of_pieces, is_whole, read_family
 from ckpt_tools.megatron.huggingface.families.file_places import Problems, parse_rule_source
 from ckpt_tools.megatron.huggingface.mapping.rules import Family
 

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.dcp.wrappers import without_segments
 from ckpt_tools.megatron.huggingface.config.config import in_v4_form
+from ckpt_tools.megatron.huggingface.config.megatron_args import SINCE, sparse_attention_problems
 from ckpt_tools.megatron.huggingface.config.model_args import ModelArgs
 from ckpt_tools.megatron.huggingface.config.rope_args import (
     GPT_OSS_SCALING,
     RELEASED_GPT_OSS_SCALING,
     TRAINED_LLAMA3_FACTOR,
 )
-from ckpt_tools.megatron.huggingface.config.sparse_attention import SINCE, sparse_attention_problems
 from ckpt_tools.megatron.huggingface.mapping.rules import Family, Pair, allows
 from ckpt_tools.model.catalog import TensorEntry
 from ckpt_tools.model.dtypes import itemsize

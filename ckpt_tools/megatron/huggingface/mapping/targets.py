@@ -23,12 +23,18 @@ from ckpt_tools.megatron.huggingface.config.config import (
     write_config,
 )
 from ckpt_tools.megatron.huggingface.config.ledger import account_for_settings, demanded_args
+from ckpt_tools.megatron.huggingface.config.megatron_args import (
+    megatron_args,
+    read_model_args,
+    with_own_settings,
+)
 from ckpt_tools.megatron.huggingface.config.model_args import ModelArgs
-from ckpt_tools.megatron.huggingface.config.read_args import read_model_args, with_own_settings
-from ckpt_tools.megatron.huggingface.config.written_args import megatron_args
 from ckpt_tools.megatron.huggingface.families.families import FAMILIES
-from ckpt_tools.megatron.huggingface.families.identify import detect_family, family_of_config
-from ckpt_tools.megatron.huggingface.families.look_alikes import naming_look_alikes
+from ckpt_tools.megatron.huggingface.families.identify import (
+    detect_family,
+    family_of_config,
+    naming_look_alikes,
+)
 from ckpt_tools.megatron.huggingface.mapping.checks import (
     EMBEDDING,
     HEAD,

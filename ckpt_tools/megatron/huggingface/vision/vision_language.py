@@ -37,8 +37,7 @@ from typing import Any, TypeAlias
 from ckpt_tools.errors import CkptError, MappingError, list_problems
 from ckpt_tools.megatron.huggingface.config.numbers import MAX_LAYERS, MAX_SIZE
 from ckpt_tools.megatron.huggingface.families.file_places import Problems, RuleSource, parse_rule_source
-from ckpt_tools.megatron.huggingface.families.pieces import Names
-from ckpt_tools.megatron.huggingface.families.rule_items import Words, read_rules
+from ckpt_tools.megatron.huggingface.families.rule_items import Names, Words, read_rules
 from ckpt_tools.megatron.huggingface.mapping.rules import SMALLEST, Pair, Rule, pairs_of
 
 FOLDER = Path(__file__).parent / "model_files"

@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
+from ckpt_tools.commands.adapters.adapter_source import read_adapter_source
+from ckpt_tools.commands.huggingface.folder import families_with, read_config
+from ckpt_tools.commands.job.conversion import Conversion
+from ckpt_tools.commands.job.opened import Opened
+from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.locate.hub_cache import snapshot_of
 from ckpt_tools.formats.safetensors.catalog import read_safetensors_header, refuse_pointers
 from ckpt_tools.formats.storage.files import Files, absent_folder, read_whole
 from ckpt_tools.formats.storage.joined_files import joined_entry
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.formats.untrusted_documents import DocumentError, parse_json
+from ckpt_tools.megatron.huggingface.config.config import read_config as model_of_config
+from ckpt_tools.megatron.huggingface.families.identify import family_of_config
 from ckpt_tools.megatron.huggingface.lora.peft import (
+    ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     WithAdapter,
     read_peft_settings,
     with_adapter,
 )
-from ckpt_tools.megatron.huggingface.lora.peft_places import ADAPTER_CONFIG
+from ckpt_tools.megatron.huggingface.lora.peft_targets import peft_target, with_vocabulary
+from ckpt_tools.megatron.huggingface.mapping.rules import expand
 from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.dtypes import CASTABLE
+from ckpt_tools.model.target import Target
+from ckpt_tools.plan.weight_files import WeightFile, build_safetensors_plan
+
+if TYPE_CHECKING:
+    from ckpt_tools.commands.huggingface.export_source import ExportOptions
 
 
 def merge_peft(base: Catalog, adapter: str, shared: tuple[str, str] | None) -> WithAdapter:
@@ -68,3 +83,37 @@ def _config(files: Files) -> Any:
         return parse_json(read_whole(files, ADAPTER_CONFIG))
     except DocumentError as error:
         raise CorruptCheckpointError(f"{files.location}/{ADAPTER_CONFIG}: {error}") from error
+
+
+def plan_peft(opened: Opened, options: ExportOptions) -> Conversion:
+    """Everything up to the first byte."""
+    if options.hf_config is None:
+        raise UsageError("--peft: the names are those of the base model; pass its directory with --hf-config")
+    if options.dtype is not None and options.dtype not in CASTABLE:
+        raise UsageError(f"--dtype {options.dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
+    config = read_config(options.hf_config)
+    family = family_of_config(config, families_with(options.rules, config))
+    model = with_vocabulary(model_of_config(family, config))
+    source = read_adapter_source(
+        opened, options.alpha, opened, "; without --peft the model itself is exported"
+    )
+    made = peft_target(
+        opened.catalog,
+        source.adapters,
+        expand(family, model),
+        model,
+        source.alpha,
+        options.hf_config,
+        options.dtype,
+    )
+    text = json.dumps(dict(made.config), indent=2, ensure_ascii=False) + "\n"
+    return Conversion(
+        "hf",
+        "peft",
+        opened.location.iteration,
+        opened.catalog,
+        Target(made.tensors, notes=(source.summary, *made.notes)),
+        build_safetensors_plan(opened.catalog, [WeightFile(ADAPTER_WEIGHTS, made.tensors)], {}),
+        extra_files={ADAPTER_CONFIG: text.encode()},
+        architecture=family.architecture,
+    )

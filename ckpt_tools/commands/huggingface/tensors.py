@@ -1,91 +1,37 @@
-"""What exports and imports share: the Hugging Face side's small files, and proofs that need tensor bytes."""
+"""Tensors of a Hugging Face model: those that carry nothing, with other axes, shared, or with an offset."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import closing
 from dataclasses import replace
-from math import prod
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ckpt_tools.errors import (
-    CkptError,
     MappingError,
     UnsupportedCheckpointError,
-    UsageError,
     list_problems,
 )
 from ckpt_tools.execute.move.read_box import BoxReader, read_proven
-from ckpt_tools.formats.locate.hub_cache import snapshot_of
-from ckpt_tools.formats.safetensors.catalog import INDEX_FILE, refuse_pointers, unread_files
-from ckpt_tools.formats.safetensors.rank_shards import parts_of_ranks
-from ckpt_tools.formats.storage.files import Files, path_in, read_whole
-from ckpt_tools.formats.storage.open_files import open_files
-from ckpt_tools.formats.untrusted_documents import parse_json
-from ckpt_tools.megatron.huggingface.families.families import FAMILIES
-from ckpt_tools.megatron.huggingface.families.rulefile import load_rule_file
-from ckpt_tools.megatron.huggingface.mapping.rules import Family
-from ckpt_tools.megatron.huggingface.mapping.shard_files import DEFAULT_SHARD_SIZE, pack_shards, shard_index
+from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.model.box import Box, full_box, split_axes
 from ckpt_tools.model.catalog import Catalog, TensorEntry, Value, made_entry
-from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.kernels.casts import cast, cast_checked, numpy_dtype, raw_dtype
 from ckpt_tools.model.kernels.kernel import reshaped
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.plan.byte_runs import row_major_tiles
-from ckpt_tools.plan.weight_files import WeightFile
 
-CONFIG = "config.json"
 TILE_ELEMS = 1 << 22
+
 _ADAPTED = re.compile(
     r"(?:^|\.)(?:base_layer|modules_to_save|original_module|lora_\w+|ia3_l|hada_w\w*|lokr_w\w*|oft_\w+|boft_\w+|"
     r"vera_lambda\w*|adapter|prompt_encoder)(?:\.|$)"
 )
+
 _FREQUENCIES = re.compile(r"(?:^|\.)rotary_emb\.(?:original_)?(?:inv_freq|cos_cached|sin_cached)$")
+
 _COMPUTED = "rotary frequencies are computed from config.json, not loaded"
-
-
-def families_with(rules: Path | None, config: Mapping[str, Any] | None = None) -> Mapping[str, Family]:
-    """The families that a model may be of: with a rule file the user's own alone, which it then is."""
-    if rules is None:
-        return FAMILIES
-    own = load_rule_file(rules)
-    kind, said = own.model_type or own.name, (config or {}).get("model_type")
-    if config is not None and said != kind and said not in own.also_types:
-        raise UsageError(
-            f"--rules {rules}: its family is of model_type {kind!r}, and config.json says {said!r}: they would not "
-            f"be used. If they are for this model, `model_type: {said}` in the file says so"
-        )
-    return {own.name: own}
-
-
-def read_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of a Hugging Face directory."""
-    folder = snapshot_of(str(folder))
-    path = path_in(folder, CONFIG)
-    try:
-        with closing(open_files(folder)) as files:
-            refuse_pointers(files, [CONFIG])
-            config = parse_json(read_whole(files, CONFIG))
-    except CkptError as error:
-        raise UnsupportedCheckpointError(
-            f"{path}: no config.json of a Hugging Face model: {error} Put the one of this model there: it says what "
-            "the weights are"
-        ) from error
-    if not isinstance(config, dict):
-        raise UnsupportedCheckpointError(f"{path}: expected a JSON object")
-    return config
-
-
-def architecture_of(config: Mapping[str, Any]) -> str | None:
-    """What a model calls itself in its config.json, if it does."""
-    names = config.get("architectures")
-    return str(names[0]) if isinstance(names, list) and names else None
 
 
 def refuse_adapters(names: Iterable[str]) -> None:
@@ -131,39 +77,6 @@ def seen_as(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
             )
         chunks.append(chunk._replace(box=box))
     return replace(entry, shape=shape, chunks=tuple(chunks))
-
-
-def weight_files(
-    catalog: Catalog, targets: Iterable[TargetTensor]
-) -> tuple[list[WeightFile], dict[str, bytes]]:
-    """The files of a model like the one that `catalog` is of, and their index where it has none.
-
-    A tensor stays in its file; those that ranks have written in parts come together in files of the usual size.
-    """
-    targets = list(targets)
-    if all(len(catalog.tensors[one.key].chunks) == 1 for one in targets):
-        held: dict[str, list[TargetTensor]] = {}
-        for one in targets:
-            held.setdefault(catalog.tensors[one.key].chunks[0].item.file, []).append(one)
-        if not parts_of_ranks(held):
-            return [WeightFile(name, held[name]) for name in sorted(held)], {}
-    sizes = {one.key: prod(one.shape) * itemsize(one.dtype) for one in targets}
-    shards, by_key = pack_shards(sizes.items(), DEFAULT_SHARD_SIZE), {one.key: one for one in targets}
-    files = [WeightFile(shard.file, [by_key[key] for key in shard.keys]) for shard in shards]
-    return files, {INDEX_FILE: as_json(shard_index(shards, sizes))} if len(shards) > 1 else {}
-
-
-def as_json(value: object) -> bytes:
-    """A JSON file, as transformers writes them."""
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def unread_notes(files: Files) -> tuple[str, ...]:
-    """A note on weight files that the index does not name."""
-    unread = unread_files(files)
-    if not unread:
-        return ()
-    return (f"not in the index and not read: {', '.join(unread[:8])}{', ...' if len(unread) > 8 else ''}",)
 
 
 def prove_equal(

@@ -1,7 +1,12 @@
-"""A model's architecture, read from what Megatron-LM or Megatron-Bridge stored.
+"""A model's architecture, read from what Megatron-LM or Megatron-Bridge stored, and written as args of Megatron-LM.
 
 Megatron-LM keeps an argparse Namespace (`args`), Bridge the `model` section of `run_config.yaml`; their names differ
 between versions and from each other.
+
+Sparse attention (DSA): an indexer chooses the keys that a query of MLA sees. Megatron core 0.19 computes what the
+Hugging Face classes compute: it rotates the first part of an index head and gives the indexer normalized queries
+(#3026). Cores before it have the same parameters, but rotate the last part and may give queries that are not
+normalized; their args lack `dsa_indexer_rope_interleaved`.
 """
 
 from __future__ import annotations
@@ -13,17 +18,19 @@ from typing import Any
 
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.huggingface.config.layer_patterns import (
+    delta_net_layers,
+    hybrid_pattern,
+    indexer_layers,
     moe_layers,
     no_rope_layers,
+    sharing,
     sliding_layers,
     sliding_turn,
     window_of,
 )
 from ckpt_tools.megatron.huggingface.config.model_args import GluInterleave, ModelArgs, frozen
 from ckpt_tools.megatron.huggingface.config.numbers import bounded
-from ckpt_tools.megatron.huggingface.config.recurrent_args import read_recurrent
-from ckpt_tools.megatron.huggingface.config.rope_args import rope_scaling, rotary_bases
-from ckpt_tools.megatron.huggingface.config.sparse_attention import read_sparse_attention
+from ckpt_tools.megatron.huggingface.config.rope_args import rope_args, rope_scaling, rotary_bases
 
 
 @bounded("the checkpoint's args")
@@ -255,3 +262,208 @@ def _dtype(args: Mapping[str, Any]) -> str | None:
     value = args.get("params_dtype")
     text = as_text(value) if value is not None else ""
     return next((name for name in ("bfloat16", "float16", "float32") if name in text), None)
+
+
+OF_MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+
+
+def megatron_args(model: ModelArgs) -> dict[str, Any]:
+    """The architecture as Megatron-LM args of every version, for a checkpoint made from Hugging Face weights.
+
+    `params_dtype` is a name, as everywhere in this tool; who pickles it makes it a torch dtype.
+    """
+    rope = model.rope_scaling[0] or {}
+    dtype = model.params_dtype or "bfloat16"
+    gelu = model.activation == "gelu"
+    args: dict[str, Any] = {
+        name: getattr(model, name)
+        for name in ModelArgs.__dataclass_fields__
+        if name not in _NOT_MEGATRON
+        and not name.startswith(("linear_", "mamba_"))
+        and not (name.startswith("moe_") and not model.num_experts)
+        and not (name.startswith("dsa_") and not model.dsa_indexer_n_heads)
+        and not (name in OF_MLA and not model.multi_latent_attention)
+    }
+    args |= {
+        "group_query_attention": model.num_query_groups != model.num_attention_heads,
+        "seq_length": model.max_position_embeddings,
+        "untie_embeddings_and_output_weights": not model.tied,
+        "norm_epsilon": model.layernorm_epsilon,
+        "apply_layernorm_1p": model.zero_centered_gamma,
+        "layernorm_zero_centered_gamma": model.zero_centered_gamma,
+        "swiglu": model.activation == "swiglu",
+        "quick_geglu": model.activation == "quick_geglu",
+        "squared_relu": model.activation == "squared_relu",
+        "bias_gelu_fusion": gelu and model.add_bias_linear,
+        "use_te_activation_func": gelu and not model.add_bias_linear and not model.hybrid_pattern,
+        "add_qkv_bias": model.add_qkv_bias or model.add_bias_linear,
+        "add_position_embedding": True,  # also for rope, as every job without --no-position-embedding
+        "use_rotary_position_embeddings": model.position_embedding_type == "rope",
+        "apply_query_key_layer_scaling": False,
+        "params_dtype": dtype,
+        "bf16": dtype == "bfloat16",
+        "fp16": dtype == "float16",
+        "window_size": (model.sliding_window - 1, 0) if model.sliding_window else None,
+        "window_attn_skip_freq": list(model.sliding_layers) if 0 in model.sliding_layers else None,
+        "mtp_num_layers": model.mtp_num_layers or None,
+        "ckpt_format": "torch_dist",
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+    }
+    if model.activation_clamp is not None:
+        args |= {"activation_func_clamp_value": model.activation_clamp}
+    if model.no_rope_layers:
+        args["no_rope_freq"] = list(model.no_rope_layers)
+    if model.activation == "geglu":  # Megatron-LM has no option for it; these are Bridge's names
+        args |= {"gated_linear_unit": True, "activation_func": "megatron.core.activations.fast_gelu"}
+    args |= _gemma_args(model) | sparse_attention_args(model) | written_recurrent(model)
+    if model.num_experts:
+        every = all(model.moe_layers)
+        args |= {"moe_layer_freq": 1 if every else list(model.moe_layers), "moe_grouped_gemm": True}
+    own = {name: list(value) if isinstance(value, tuple) else value for name, value in model.own.items()}
+    return args | rope_args(rope, model.multi_latent_attention) | own
+
+
+def _gemma_args(model: ModelArgs) -> dict[str, Any]:
+    """What only Bridge has names for, where the model has it."""
+    args: dict[str, Any] = {
+        name: value
+        for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+        if (value := getattr(model, name)) is not None
+    }
+    if model.sliding_pattern is not None:
+        args["interleaved_attn_pattern"] = [model.sliding_pattern - 1, 1]
+    if model.rotary_base_local is not None:
+        args["rotary_base"] = [model.rotary_base_local, model.rotary_base]
+        linear = model.rope_scaling[0]
+        args |= {
+            "rope_scaling_factor": linear["factor"] if linear and linear["rope_type"] == "linear" else 1.0
+        }
+    return args
+
+
+_NOT_MEGATRON = frozenset(
+    ("tied", "zero_centered_gamma", "activation", "activation_clamp", "rope_scaling", "sliding_window",
+     "sliding_layers", "sliding_pattern", "rotary_base_local", "query_pre_attn_scalar", "attn_logit_softcapping",
+     "final_logit_softcapping", "moe_layers", "no_rope_layers", "glu_interleave", "yarn_told", "moe_latent_size",
+     "attention_output_gate", "linear_layers", "hybrid_pattern", "indexer_layers", "own")
+)  # fmt: skip
+
+
+DELTA_NET = "gated_delta_net"
+# What transformer_config.py takes where an argument is not set.
+_DELTA_SIZES = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+                "linear_num_key_heads": 16, "linear_num_value_heads": 32}  # fmt: skip
+_MAMBA_SIZES = {"mamba_state_dim": 128, "mamba_head_dim": 64, "mamba_num_groups": 8}
+
+
+def read_recurrent(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The `ModelArgs` fields of gated delta nets and Mamba layers."""
+    return {
+        "attention_output_gate": bool(args.get("attention_output_gate")),
+        "moe_latent_size": args.get("moe_latent_size"),
+        **_delta_nets(args),
+        **_mamba(args),
+    }
+
+
+def _delta_nets(args: Mapping[str, Any]) -> dict[str, Any]:
+    if args.get("experimental_attention_variant") != DELTA_NET:
+        return {}
+    layers = delta_net_layers(args.get("linear_attention_freq"), args["num_layers"])
+    sizes = {name: _set(args.get(name), default) for name, default in _DELTA_SIZES.items()}
+    return {"linear_layers": layers, **sizes}
+
+
+def _mamba(args: Mapping[str, Any]) -> dict[str, Any]:
+    told = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
+    pattern = (
+        hybrid_pattern(told) if told else "P" * args["num_layers"] if args.get("falconh1_ratio") == 1 else ""
+    )
+    if not pattern:
+        return {}
+    if len(pattern) != args["num_layers"]:
+        raise MappingError(
+            f"the checkpoint's args name {args['num_layers']} layers, their hybrid pattern {len(pattern)}"
+        )
+    sizes = {name: _set(args.get(name), default) for name, default in _MAMBA_SIZES.items()}
+    heads = args.get("mamba_num_heads") or 2 * args["hidden_size"] // max(sizes["mamba_head_dim"], 1)
+    return {"hybrid_pattern": pattern, "mamba_num_heads": heads, **sizes}
+
+
+def _set(value: Any, default: int) -> Any:
+    return default if value is None else value
+
+
+def written_recurrent(model: ModelArgs) -> dict[str, Any]:
+    """The arguments that make Megatron build these layers; none for a model without them."""
+    args: dict[str, Any] = {}
+    if model.attention_output_gate:
+        args["attention_output_gate"] = True
+    if model.moe_latent_size is not None:
+        args["moe_latent_size"] = model.moe_latent_size
+    if model.linear_layers:
+        args |= {
+            "experimental_attention_variant": DELTA_NET,
+            "linear_attention_freq": list(model.linear_layers),
+        }
+        args |= {name: getattr(model, name) for name in _DELTA_SIZES}
+    if model.hybrid_pattern:
+        args |= {"is_hybrid_model": True, "hybrid_override_pattern": model.hybrid_pattern}
+        args |= {name: getattr(model, name) for name in (*_MAMBA_SIZES, "mamba_num_heads")}
+    return args
+
+
+VARIANT = "experimental_attention_variant"
+SINCE = (
+    "sparse attention: only Megatron core 0.19 and newer compute it as this model does; before, its indexer rotates "
+    "another part of each head"
+)
+TOO_OLD = (
+    "the args do not say dsa_indexer_rope_interleaved: they are of a Megatron core before 0.19, whose indexer "
+    "rotates another part of each head than every Hugging Face class"
+)
+
+
+def read_sparse_attention(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The `ModelArgs` fields of an indexer; nothing where there is none."""
+    if args.get(VARIANT) != "dsa":
+        return {}
+    freq, offset = args.get("dsa_indexer_topk_freq") or 1, args.get("dsa_indexer_skip_topk_offset") or 0
+    own = args.get("dsa_indexer_k_norm_epsilon")
+    usual = next((args[n] for n in ("layernorm_epsilon", "norm_epsilon") if args.get(n) is not None), 1e-5)
+    return {
+        "dsa_indexer_n_heads": args.get("dsa_indexer_n_heads") or 0,
+        "dsa_indexer_head_dim": args.get("dsa_indexer_head_dim") or 0,
+        "dsa_indexer_topk": args.get("dsa_indexer_topk") or 0,
+        "dsa_indexer_rope_interleaved": args.get("dsa_indexer_rope_interleaved"),
+        "dsa_indexer_k_norm_epsilon": usual if own is None else own,
+        "indexer_layers": indexer_layers(args["num_layers"], freq, offset),
+    }
+
+
+def sparse_attention_args(model: ModelArgs) -> dict[str, Any]:
+    """Megatron's args of a model's indexer beyond the fields that have Megatron's names."""
+    if not model.dsa_indexer_n_heads:
+        return {}
+    freq, offset = sharing(model.indexer_layers)
+    return {
+        VARIANT: "dsa",
+        "dsa_indexer_topk_freq": freq,
+        "dsa_indexer_skip_topk_offset": offset,
+        "dsa_indexer_rotate_activation": False,  # a rotation of queries and keys alike, for the sake of rounding
+    }
+
+
+def sparse_attention_problems(model: ModelArgs) -> list[str]:
+    """What keeps a model with an indexer from being exported or imported."""
+    if not model.dsa_indexer_n_heads:
+        return []
+    problems = [TOO_OLD] if model.dsa_indexer_rope_interleaved is None else []
+    if model.indexer_layers and 0 in model.indexer_layers[: model.mtp_num_layers]:
+        problems.append(
+            "prediction layers that take over the choice of another's indexer: Megatron counts them from 1 again"
+        )
+    return problems
