@@ -297,7 +297,7 @@ def test_what_megatron_does_not_compute(config: dict[str, Any], changes: dict[st
 @pytest.mark.parametrize(
     ("config", "args", "text"),
     [(BIGCODE, {"num_query_groups": 2}, "num_query_groups"),
-     (NEOX, {"add_bias_linear": False}, "add_bias_linear is False"),
+     (NEOX, {"add_bias_linear": False, "add_qkv_bias": False}, "add_bias_linear is False"),
      (NEOX, {"normalization": "RMSNorm"}, "normalization is 'RMSNorm'"),
      (STARCODER2, {"qk_layernorm": True}, "qk_layernorm is True"),
      (NEMOTRON, {"squared_relu": False}, "activation is 'gelu_erf'"),

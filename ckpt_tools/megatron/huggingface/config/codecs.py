@@ -1,7 +1,7 @@
-"""How config.json says a value that `ModelArgs` says otherwise: sizes, numbers and names.
+"""Values that config.json and `ModelArgs` say differently: codecs, which family files name (`form`).
 
-Here and in `layer_values`, `moe_values` and `hybrid_values`, `write_x` makes config.json's value of that of
-`ModelArgs`, and `read_x` the other way; `forms` gives each pair a name for family files.
+`write_x` makes config.json's value of that of `ModelArgs`, `read_x` the other way; `FORMS` pairs them. `DEFAULTS` are
+what a class takes where config.json has no such field (`default_by`).
 """
 
 from __future__ import annotations
@@ -33,35 +33,25 @@ def plain_read(value: Any, config: Config) -> Any:
     return value
 
 
-def write_nothing(value: Any, model: ModelArgs) -> None:
-    """The class knows what stands here, and versions of it have other words for it."""
-    return None
-
-
 def as_float(value: Any, model: ModelArgs) -> float:
     """transformers 5 refuses an int where it expects a float; Megatron's rotary_base is an int."""
     return float(value)
-
-
-def as_whole(value: float, model: ModelArgs) -> float:
-    """transformers 5 refuses a float where it expects an int."""
-    return int(value) if value == int(value) else value
-
-
-def negated(value: Any, _: Any) -> bool:
-    return not value
 
 
 def one_for_none(value: Any, model: ModelArgs) -> Any:
     return 1 if value is None else value
 
 
+def read_shared(count: int | None, config: Config) -> int | None:
+    return count * int(config["moe_intermediate_size"]) if count else None
+
+
+def write_layer_types(sliding: Sequence[int], model: ModelArgs) -> list[str]:
+    return in_words(sliding or (0,) * model.num_layers, WINDOWS)
+
+
 def none_for_one(value: Any, config: Config) -> Any:
     return None if value in (None, 1, 1.0) else value
-
-
-def dtype_name(value: Any, config: Config) -> str | None:
-    return None if value is None else str(value).removeprefix("torch.")
 
 
 def heads(config: Config) -> int:
@@ -79,31 +69,15 @@ def square_heads(heads: int, model: ModelArgs) -> int:
     return heads
 
 
-def read_groups(groups: int | None, config: Config) -> int:
-    return groups or heads(config)
-
-
 def write_multi_query(groups: int, model: ModelArgs) -> bool:
     if groups not in (1, model.num_attention_heads):
         raise MappingError(f"num_query_groups is {groups}; this architecture has 1 or one for each head")
     return groups == 1
 
 
-def read_multi_query(multi: Any, config: Config) -> int:
-    return 1 if multi else int(config["n_head"])
-
-
 def head_dim(config: Config) -> int:
     """An equal part of `hidden_size`."""
     return int(config["hidden_size"]) // heads(config)
-
-
-def read_head_dim(size: int | None, config: Config) -> int:
-    return size or head_dim(config)
-
-
-def read_gpt2_ffn(size: int | None, config: Config) -> int:
-    return size or 4 * int(config["n_embd"])
 
 
 def read_window(keys: Any, config: Config) -> int:
@@ -140,19 +114,11 @@ def read_gelu(name: str, config: Config) -> str:
     return GELU[name]
 
 
-def write_sequential(layers: int, model: ModelArgs) -> bool:
-    return False
-
-
 def read_sequential(parallel: Any, config: Config) -> int:
     """Of a class whose layers have attention and MLP beside each other unless told."""
     if parallel:
         raise MappingError("attention and MLP of a layer beside each other; Megatron has one after the other")
     return int(config["num_hidden_layers"])
-
-
-def read_youtu_std(value: Any, config: Config) -> float:
-    return float(value or youtu_std(config))
 
 
 def youtu_std(config: Config) -> float:
@@ -210,32 +176,12 @@ def rotary_factor(config: Config) -> float:
     return read_rotary_dim(config.get("rotary_dim"), config)
 
 
-def write_nested_base(base: float, model: ModelArgs) -> dict[str, Any]:
-    return {"rope_theta": float(base)}
-
-
-def read_nested_base(rope: Config, config: Config) -> float:
-    return float(_in_rope(rope, "rope_theta"))
-
-
-def write_nested_scaling(candidates: Sequence[Any], model: ModelArgs) -> Any:
-    return write_scaled(candidates, model)
-
-
 def read_nested_scaling(rope: Config, config: Config) -> tuple[Any, ...]:
     scaling = {
         key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")
     }
     found: tuple[Any, ...] = read_rope(scaling, config)
     return found
-
-
-def write_nested_part(part: float, model: ModelArgs) -> dict[str, Any]:
-    return {"partial_rotary_factor": float(part)}
-
-
-def read_nested_part(rope: Config, config: Config) -> float:
-    return float(_in_rope(rope, "partial_rotary_factor"))
 
 
 def _in_rope(rope: Config, name: str) -> Any:
@@ -268,10 +214,6 @@ def in_words(numbers: Sequence[int], meaning: Mapping[str, int]) -> list[str]:
 def layers_of(config: Config, holds: Callable[[int], bool]) -> tuple[int, ...]:
     """1 for every layer, counted from 0, of which something holds."""
     return tuple(int(holds(layer)) for layer in range(int(config["num_hidden_layers"])))
-
-
-def write_layer_types(sliding: Sequence[int], model: ModelArgs) -> list[str]:
-    return in_words(sliding or (0,) * model.num_layers, WINDOWS)
 
 
 def read_layer_types(types: Any, config: Config) -> tuple[int, ...]:
@@ -334,11 +276,6 @@ def write_types_that_rotate(without: Sequence[int], model: ModelArgs) -> list[st
     return write_layer_types(sliding, model)
 
 
-def write_rotated(without: Sequence[int], model: ModelArgs) -> list[int]:
-    """`no_rope_layers` of a config.json has 1 for the layers that do rotate."""
-    return [1 - one for one in without or (0,) * model.num_layers]
-
-
 def read_rotated(rotated: Sequence[int] | None, config: Config) -> tuple[int, ...]:
     layers = int(config["num_hidden_layers"])
     if rotated is None:
@@ -352,31 +289,9 @@ def read_rotated(rotated: Sequence[int] | None, config: Config) -> tuple[int, ..
     return no_rope_layers([1 - one for one in rotated], layers)
 
 
-def write_rope_interval(without: Sequence[int], model: ModelArgs) -> int:
-    """`no_rope_layers` says it all; this is the class's own."""
-    return 4
-
-
-def read_rope_interval(interval: int, config: Config) -> tuple[int, ...]:
-    return read_rotated(config.get("no_rope_layers"), config)
-
-
-def write_dense(moe: Sequence[int], model: ModelArgs) -> list[int]:
-    return [layer for layer, one in enumerate(moe) if not one]
-
-
 def read_dense(dense: Sequence[int], config: Config) -> tuple[int, ...]:
     step = config.get("decoder_sparse_step", 1)
     return layers_of(config, lambda layer: layer not in (dense or ()) and (layer + 1) % step == 0)
-
-
-def write_step(moe: Sequence[int], model: ModelArgs) -> int:
-    """`mlp_only_layers` says it all."""
-    return 1
-
-
-def read_step(step: int, config: Config) -> tuple[int, ...]:
-    return read_dense(config.get("mlp_only_layers", ()), config)
 
 
 def write_leading_dense(moe: Sequence[int], model: ModelArgs) -> int:
@@ -416,10 +331,6 @@ def leading_dense(config: Config) -> list[str]:
     """Dense layers first, as many as `first_k_dense_replace` says; the class has the rest sparse."""
     dense = config.get("first_k_dense_replace")
     return in_words(dense_first(usual_dense(config) if dense is None else dense, config), MLPS)
-
-
-def write_mlp_types(moe: Sequence[int], model: ModelArgs) -> list[str]:
-    return in_words(moe, MLPS)
 
 
 def read_mlp_types(types: Any, config: Config) -> tuple[int, ...]:
@@ -470,14 +381,6 @@ def write_some_shared(size: int | None, model: ModelArgs) -> int:
     return count
 
 
-def read_shared(count: int | None, config: Config) -> int | None:
-    return count * int(config["moe_intermediate_size"]) if count else None
-
-
-def write_greedy(groups: int | None, model: ModelArgs) -> str:
-    return "group_limited_greedy" if groups else "greedy"
-
-
 def read_greedy(method: str, config: Config) -> int | None:
     if method == "greedy":
         return None
@@ -496,14 +399,6 @@ def read_group_topk(value: int | None, config: Config) -> int | None:
     return None if only else value
 
 
-def write_scale(value: float | None, model: ModelArgs) -> float:
-    return 1.0 if value is None else float(value)
-
-
-def write_sum_to_one(topk: int, model: ModelArgs) -> bool:
-    return topk > 1
-
-
 def read_sum_to_one(value: bool, config: Config) -> int:
     """Megatron makes the weights of several experts sum to one, and keeps the sigmoid of a single one."""
     topk = int(config["num_experts_per_tok"])
@@ -512,14 +407,10 @@ def read_sum_to_one(value: bool, config: Config) -> int:
     return topk
 
 
-def read_several(topk: int, config: Config) -> int:
+def read_several(topk: int, _: object) -> int:
     if topk < 2:
         raise MappingError("this class gives a single expert the weight 1, Megatron that of its sigmoid")
     return topk
-
-
-def write_several(topk: int, model: ModelArgs) -> int:
-    return read_several(topk, {})
 
 
 def read_sparse_layers(kinds: Any, config: Config) -> int:
@@ -547,18 +438,6 @@ def read_indexers(_: Any, config: Config) -> tuple[int, ...]:
     return () if all(found) else found
 
 
-def write_indexers(pattern: Sequence[int], model: ModelArgs) -> list[str]:
-    return in_words(pattern or (1,) * model.num_layers, INDEXERS)
-
-
-def write_index_freq(pattern: Sequence[int], model: ModelArgs) -> int:
-    return sharing(pattern)[0]
-
-
-def write_index_offset(pattern: Sequence[int], model: ModelArgs) -> int:
-    return sharing(pattern)[1]
-
-
 NETS = {"linear_attention": 1, "full_attention": 0}
 TURN = 4  # layers of which the last one is attention, where config.json does not say it
 
@@ -574,15 +453,6 @@ def layers_in_turns(config: Config) -> list[str]:
 def read_linear(types: Any, config: Config) -> tuple[int, ...]:
     found = of_words(layers_in_turns(config) if types is None else types, NETS, config)
     return found if any(found) else ()
-
-
-def write_linear(linear: Sequence[int], model: ModelArgs) -> list[str]:
-    return in_words(linear or (0,) * model.num_layers, NETS)
-
-
-def read_interval(turn: Any, config: Config) -> tuple[int, ...]:
-    """The turn, where it counts: `layer_types` has the last word."""
-    return read_linear(config.get("layer_types"), config)
 
 
 def write_interval(linear: Sequence[int], model: ModelArgs) -> int | None:
@@ -635,20 +505,6 @@ def count_layers(config: Config) -> int:
     return len(pattern_of(config))
 
 
-def read_experts(count: int, config: Config) -> int | None:
-    """The experts of a Nemotron-H, whose class has a number of them without any layer of experts too."""
-    return count if "E" in pattern_of(config) else None
-
-
-def write_pattern_length(pattern: str, model: ModelArgs) -> int:
-    return len(pattern)
-
-
-def read_mamba_layers(layers: int, config: Config) -> str:
-    """The pattern of a model whose layers are all Mamba."""
-    return "M" * layers
-
-
 def write_expand(heads: int, model: ModelArgs) -> int:
     """`expand` of a Mamba-2, which its class compares with the size and number of its heads."""
     inner = heads * model.mamba_head_dim
@@ -664,11 +520,6 @@ def read_expand(expand: int, config: Config) -> int:
     return expand * int(config["hidden_size"]) // int(config.get("head_dim", 64))
 
 
-def read_parallel_layers(layers: int, config: Config) -> str:
-    """The pattern of a Falcon-H1, whose layers have Mamba beside attention, and an MLP behind both."""
-    return "P" * layers
-
-
 def read_mamba_head(size: Any, config: Config) -> int:
     """The size of a head of a Falcon-H1: `auto` for an equal part of the inner size."""
     return inner_size(config) // int(config["mamba_n_heads"]) if size == "auto" else int(size)
@@ -680,10 +531,6 @@ def read_inner(size: Any, config: Config) -> int:
     if not head or inner % head:
         raise MappingError(f"heads of {head} do not make {inner}")
     return inner // head
-
-
-def write_inner(heads: int, model: ModelArgs) -> int:
-    return heads * model.mamba_head_dim
 
 
 def inner_size(config: Config) -> int:
@@ -726,31 +573,47 @@ class Form(NamedTuple):
 
 FORMS: dict[str, Form] = {
     "plain": Form("the same value on both sides"),
+    # transformers 5 refuses an int where it expects a float, and a float where it expects an int
     "float": Form("the same number, written as a float", as_float),
-    "whole": Form("the same number, written as an int where it is one", as_whole),
-    "dtype": Form("a type by its name, with or without `torch.` before it", read=dtype_name),
-    "negated": Form("true for false, and false for true", negated, negated),
+    "whole": Form(
+        "the same number, written as an int where it is one",
+        lambda value, model: int(value) if value == int(value) else value,
+    ),
+    "dtype": Form(
+        "a type by its name, with or without `torch.` before it",
+        read=lambda value, config: None if value is None else str(value).removeprefix("torch."),
+    ),
+    "negated": Form(
+        "true for false, and false for true",
+        lambda value, model: not value,
+        lambda value, config: not value,
+    ),
     "rope": Form(
-        "`rope_scaling`: llama3, linear or yarn with all their numbers; null for none",
-        write_rope,
-        read_rope,
+        "`rope_scaling`: llama3, linear or yarn with all their numbers; null for none", write_rope, read_rope
     ),
-    "groups": Form("the number of key heads; null for as many as there are heads", read=read_groups),
-    "head_dim": Form("the size of a head; null for an equal part of `hidden_size`", read=read_head_dim),
+    "groups": Form(
+        "the number of key heads; null for as many as there are heads",
+        read=lambda groups, config: groups or heads(config),
+    ),
+    "head_dim": Form(
+        "the size of a head; null for an equal part of `hidden_size`",
+        read=lambda size, config: size or head_dim(config),
+    ),
     "square_heads": Form(
-        "the number of heads of a class without `head_dim`: they make `hidden_size` together",
-        square_heads,
+        "the number of heads of a class without `head_dim`: they make `hidden_size` together", square_heads
     ),
-    "dense_layers": Form("a list of the layers without experts", write_dense, read_dense),
+    "dense_layers": Form(
+        "a list of the layers without experts",
+        lambda moe, model: [layer for layer, one in enumerate(moe) if not one],
+        read_dense,
+    ),
     "sparse_step": Form(
         "every n-th layer has experts; read with `mlp_only_layers`, written as 1",
-        write_step,
-        read_step,
+        lambda moe, model: 1,
+        lambda step, config: read_dense(config.get("mlp_only_layers", ()), config),
     ),
     "leading_dense": Form(
-        "the number of layers without experts, which come first",
-        write_leading_dense,
-        read_leading_dense,
+        "the number of layers without experts, which come first", write_leading_dense, read_leading_dense
     ),
     "shared_experts": Form(
         "a number of shared experts, each of `moe_intermediate_size`; 0 for none",
@@ -760,69 +623,82 @@ FORMS: dict[str, Form] = {
     "some_shared_experts": Form("the same, of a class that always has one", write_some_shared, read_shared),
     "one_for_none": Form("1 for null", one_for_none, none_for_one),
     "group_topk": Form(
-        "groups that a token may choose from; null where `n_group` is 1",
-        one_for_none,
-        read_group_topk,
+        "groups that a token may choose from; null where `n_group` is 1", one_for_none, read_group_topk
     ),
-    "routing_scale": Form("a factor; 1.0 for null", write_scale, none_for_one),
+    "routing_scale": Form(
+        "a factor; 1.0 for null", lambda value, model: 1.0 if value is None else float(value), none_for_one
+    ),
     "sum_to_one": Form(
         "whether the weights of the chosen experts sum to one: Megatron's do if there are several",
-        write_sum_to_one,
+        lambda topk, model: topk > 1,
         read_sum_to_one,
     ),
     "greedy": Form(
-        "`topk_method`: greedy, or group_limited_greedy with `n_group`", write_greedy, read_greedy
+        "`topk_method`: greedy, or group_limited_greedy with `n_group`",
+        lambda groups, model: "group_limited_greedy" if groups else "greedy",
+        read_greedy,
     ),
     "rotated_layers": Form(
-        "`no_rope_layers`: 1 for each layer that does rotate", write_rotated, read_rotated
+        "`no_rope_layers`: 1 for each layer that does rotate",
+        lambda without, model: [1 - one for one in without or (0,) * model.num_layers],
+        read_rotated,
     ),
     "rotated_interval": Form(
         "every n-th layer does not rotate; read where `no_rope_layers` is absent, written as 4",
-        write_rope_interval,
-        read_rope_interval,
+        lambda without, model: 4,
+        lambda interval, config: read_rotated(config.get("no_rope_layers"), config),
     ),
     "layer_types": Form(
-        "full_attention or sliding_attention for each layer",
-        write_layer_types,
-        read_layer_types,
+        "full_attention or sliding_attention for each layer", write_layer_types, read_layer_types
     ),
     "clamp": Form("a limit that must be there", clamp),
     "gelu": Form("the name of a GELU: gelu_new (by tanh) or gelu", write_gelu, read_gelu),
     "gelu_tanh": Form("the same of a class that says gelu_pytorch_tanh", write_gelu_tanh, read_gelu),
-    "gpt2_ffn": Form("the size of the MLP; null for four times `n_embd`", read=read_gpt2_ffn),
+    "gpt2_ffn": Form(
+        "the size of the MLP; null for four times `n_embd`",
+        read=lambda size, config: size or 4 * int(config["n_embd"]),
+    ),
     "sequential": Form(
         "false, of a class whose attention and MLP stand beside each other unless told",
-        write_sequential,
+        lambda layers, model: False,
         read_sequential,
     ),
     "multi_query": Form(
         "true for one key head, false for as many as there are heads",
         write_multi_query,
-        read_multi_query,
+        lambda multi, config: 1 if multi else int(config["n_head"]),
     ),
     "window": Form("the keys that a query sees, of a class that always has a window", read=read_window),
     "scaled_rope": Form(
-        "`rope_scaling` of a class that scales by itself where it is null",
-        write_scaled,
-        read_scaled,
+        "`rope_scaling` of a class that scales by itself where it is null", write_scaled, read_scaled
     ),
     "youtu_std": Form(
         "the spread of initial weights; null for what follows from `hidden_size`",
         as_float,
-        read_youtu_std,
+        lambda value, config: float(value or youtu_std(config)),
     ),
-    "mlp_types": Form("dense or sparse for each layer", write_mlp_types, read_mlp_types),
+    "mlp_types": Form(
+        "dense or sparse for each layer", lambda moe, model: in_words(moe, MLPS), read_mlp_types
+    ),
     "sparse_layers": Form(
         "`layer_types` of sparse attention, which say nothing more; not written",
-        write_nothing,
+        lambda heads, model: None,  # the class knows them, and its versions have other words for them
         read_sparse_layers,
     ),
     "indexer_types": Form(
-        "full or shared for each layer: whether it has an indexer", write_indexers, read_indexers
+        "full or shared for each layer: whether it has an indexer",
+        lambda pattern, model: in_words(pattern or (1,) * model.num_layers, INDEXERS),
+        read_indexers,
     ),
-    "index_freq": Form("every n-th layer has an indexer", write_index_freq, read_indexers),
-    "index_offset": Form("how many layers at first have an indexer each", write_index_offset, read_indexers),
-    "no_window": Form("a window that no layer has", write_nothing, read_no_window),
+    "index_freq": Form(
+        "every n-th layer has an indexer", lambda pattern, model: sharing(pattern)[0], read_indexers
+    ),
+    "index_offset": Form(
+        "how many layers at first have an indexer each",
+        lambda pattern, model: sharing(pattern)[1],
+        read_indexers,
+    ),
+    "no_window": Form("a window that no layer has", lambda window, model: None, read_no_window),
     "exaone_windows": Form(
         "full_attention or sliding_attention for each layer, or made of `sliding_window_pattern`",
         write_layer_types,
@@ -835,48 +711,61 @@ FORMS: dict[str, Form] = {
     ),
     "rotary_dim": Form("how many rows of a head are rotated", write_rotary_dim, read_rotary_dim),
     "several_experts": Form(
-        "the number of experts of a token, of a class that has at least two",
-        write_several,
-        read_several,
+        "the number of experts of a token, of a class that has at least two", read_several, read_several
     ),
     "sarvam_rope": Form(
         "`rope_scaling` where YaRN may be called deepseek_yarn", write_rope, read_sarvam_rope
     ),
     "linear_layers": Form(
         "full_attention or linear_attention (a gated delta net) for each layer",
-        write_linear,
+        lambda linear, model: in_words(linear or (0,) * model.num_layers, NETS),
         read_linear,
     ),
     "linear_interval": Form(
         "every n-th layer is attention; `layer_types` has the last word",
         write_interval,
-        read_interval,
+        lambda turn, config: read_linear(config.get("layer_types"), config),
     ),
     "hybrid_pattern": Form(
         "a letter of each layer of a HybridModel (M Mamba, * attention, - MLP, E experts), or a list of words",
         read=read_pattern,
     ),
-    "experts_of_pattern": Form("the number of experts, where the pattern has an E", read=read_experts),
+    "experts_of_pattern": Form(
+        "the number of experts, where the pattern has an E",  # a Nemotron-H has a number without any E too
+        read=lambda count, config: count if "E" in pattern_of(config) else None,
+    ),
     "mamba_layers": Form(
-        "the number of layers, which are all Mamba", write_pattern_length, read_mamba_layers
+        "the number of layers, which are all Mamba",
+        lambda pattern, model: len(pattern),
+        lambda layers, config: "M" * layers,
     ),
     "parallel_layers": Form(
         "the number of layers, which all have Mamba beside attention",
-        write_pattern_length,
-        read_parallel_layers,
+        lambda pattern, model: len(pattern),
+        lambda layers, config: "P" * layers,  # Falcon-H1; an MLP is behind both
     ),
     "mamba_head": Form(
         "the size of a Mamba head; auto for an equal part of the inner size", read=read_mamba_head
     ),
-    "mamba_inner": Form("the size of all Mamba heads together", write_inner, read_inner),
-    "mamba_expand": Form("how many times `hidden_size` all Mamba heads are", write_expand, read_expand),
-    "nested_base": Form("`rope_theta` in `rope_parameters`", write_nested_base, read_nested_base),
-    "nested_scaling": Form(
-        "`rope_type` and the numbers of a scaling in `rope_parameters`",
-        write_nested_scaling,
-        read_nested_scaling,
+    "mamba_inner": Form(
+        "the size of all Mamba heads together",
+        lambda heads, model: heads * model.mamba_head_dim,
+        read_inner,
     ),
-    "nested_part": Form("`partial_rotary_factor` in `rope_parameters`", write_nested_part, read_nested_part),
+    "mamba_expand": Form("how many times `hidden_size` all Mamba heads are", write_expand, read_expand),
+    "nested_base": Form(
+        "`rope_theta` in `rope_parameters`",
+        lambda base, model: {"rope_theta": float(base)},
+        lambda rope, config: float(_in_rope(rope, "rope_theta")),
+    ),
+    "nested_scaling": Form(
+        "`rope_type` and the numbers of a scaling in `rope_parameters`", write_scaled, read_nested_scaling
+    ),
+    "nested_part": Form(
+        "`partial_rotary_factor` in `rope_parameters`",
+        lambda part, model: {"partial_rotary_factor": float(part)},
+        lambda rope, config: float(_in_rope(rope, "partial_rotary_factor")),
+    ),
 }
 # By what a class takes where config.json has no such field; the first line of each docstring is for authors.
 DEFAULTS: dict[str, Callable[[Config], Any]] = {
