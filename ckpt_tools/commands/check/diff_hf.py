@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from ckpt_tools.commands.huggingface.export_hf import export_tensors
+from ckpt_tools.commands.huggingface.export_hf import ExportRequest, export_tensors
 from ckpt_tools.commands.huggingface.export_source import ExportOptions, imported_source
 from ckpt_tools.commands.huggingface.folder import families_with, read_config
 from ckpt_tools.commands.huggingface.import_hf import ImportOptions, read_huggingface
@@ -72,7 +72,7 @@ def sides_by_export(
     imported = None
     if checkpoint.location.kind == "safetensors":
         imported = imported_source(read_huggingface(checkpoint, ImportOptions(rules=rules))[1])
-    made = export_tensors(checkpoint, options, plain.specs, whole, imported, headers)
+    made = export_tensors(checkpoint, ExportRequest(options, plain.specs, whole, imported), headers)
     notes = list(made.notes)
     if headers:
         roles = {key: role_of(key) for key in checkpoint.catalog.tensors}

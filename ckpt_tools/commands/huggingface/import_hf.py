@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,11 +19,10 @@ from ckpt_tools.commands.huggingface.folder import (
     unread_notes,
 )
 from ckpt_tools.commands.huggingface.tensors import (
-    offset_notes,
-    offset_values,
     prove_equal,
     refuse_adapters,
     seen_as,
+    shifted_norms,
     without_frequencies,
 )
 from ckpt_tools.commands.huggingface.vision_language import check_tower, tower_alone
@@ -261,19 +259,15 @@ def _by_rules(
 
 def _with_offsets(files: Files, catalog: Catalog, imported: Imported) -> tuple[Catalog, Imported, list[str]]:
     """Norms that Megatron stores as weight - 1 where the model's class takes the weight, made by a kernel."""
-    tensors, made, changed, elements = list(imported.tensors), dict(catalog.tensors), dict[str, int](), 0
+    _, notes = shifted_norms(files, catalog, imported.tensors, imported.offsets)
+    tensors, made = list(imported.tensors), dict(catalog.tensors)
     for i, target in enumerate(tensors):
-        if target.key not in imported.offsets:
-            continue
-        offset = imported.offsets[target.key]
-        _, lost = offset_values(files, catalog, target, offset)
-        changed |= {target.key: lost} if lost else {}
-        elements += prod(target.shape)
-        key = f"{target.sources[0].key} {offset:+g}"
-        exact = Value("float32", target.shape, target.sources)
-        made[key] = made_entry(key, Made(AddNumber(target.dtype, offset), (exact,)))
-        tensors[i] = replace(target, sources=(Source(key),))
-    notes = offset_notes(imported.offsets, changed, elements)
+        if target.key in imported.offsets:
+            offset = imported.offsets[target.key]
+            key = f"{target.sources[0].key} {offset:+g}"
+            exact = Value("float32", target.shape, target.sources)
+            made[key] = made_entry(key, Made(AddNumber(target.dtype, offset), (exact,)))
+            tensors[i] = replace(target, sources=(Source(key),))
     return replace(catalog, tensors=made), replace(imported, tensors=tuple(tensors)), notes
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 
@@ -114,30 +115,36 @@ def _first_difference(reader: BoxReader, one: TargetTensor, other: TargetTensor)
     return None
 
 
-def offset_values(files: Files, catalog: Catalog, tensor: TargetTensor, offset: float) -> tuple[bytes, int]:
-    """The bytes of `tensor` with `offset` added, and how many of its elements cannot be told from them again.
+def shifted_norms(
+    files: Files, catalog: Catalog, tensors: Iterable[TargetTensor], offsets: Mapping[str, float]
+) -> tuple[dict[str, bytes], list[str]]:
+    """The bytes of the norms that a number of `offsets` is added to, and what rounding did to their elements.
 
-    The sum is made in float32 and rounded once, to the tensor's type.
+    The sum is made in float32 and rounded once, to the tensor's type. An element is changed if it cannot be told from
+    the result.
     """
-    exact = read_proven(files, catalog, replace(tensor, dtype="float32"))
-    moved = (exact + np.float32(offset)).view(raw_dtype("float32"))
-    bits, _ = cast_checked(moved, "float32", tensor.dtype, tensor.key, (0,) * len(tensor.shape))
-    shifted = bits.view(numpy_dtype(tensor.dtype))
-    back = cast(shifted, tensor.dtype, "float32") - np.float32(offset)
-    return shifted.tobytes(), int((back != exact).sum())
-
-
-def offset_notes(offsets: Mapping[str, float], changed: Mapping[str, int], elements: int) -> list[str]:
-    """What adding a number to norms did to their elements; `changed` counts those that lost bits."""
+    data, changed, elements = dict[str, bytes](), dict[str, int](), 0
+    for tensor in tensors:
+        if tensor.key not in offsets:
+            continue
+        offset = np.float32(offsets[tensor.key])
+        exact = read_proven(files, catalog, replace(tensor, dtype="float32"))
+        moved = (exact + offset).view(raw_dtype("float32"))
+        bits, _ = cast_checked(moved, "float32", tensor.dtype, tensor.key, (0,) * len(tensor.shape))
+        shifted = bits.view(numpy_dtype(tensor.dtype))
+        data[tensor.key] = shifted.tobytes()
+        elements += prod(tensor.shape)
+        if lost := int((cast(shifted, tensor.dtype, "float32") - offset != exact).sum()):
+            changed[tensor.key] = lost
     if not offsets:
-        return []
+        return data, []
     note = (
         f"{next(iter(offsets.values())):+g} was added to {len(offsets)} norms in float32 and rounded once: "
     )
     if not changed:
-        return [note + "every element can be told from the result"]
+        return data, [note + "every element can be told from the result"]
     worst = max(changed, key=lambda key: changed[key])
-    return [
+    return data, [
         f"{note}{sum(changed.values()):,} of {elements:,} elements lost bits, most of them ({changed[worst]:,}) in "
         f"{worst}"
     ]

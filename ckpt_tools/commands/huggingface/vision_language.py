@@ -1,4 +1,4 @@
-"""A vision-language model's directory: its language model for an import, and the towers beside it for an export."""
+"""A vision-language model: its language model for an import; for an export whole, or its language model alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from ckpt_tools.megatron.huggingface.vision.tower_targets import (
     counted,
     known_to_bridge,
     language_prefix,
-    language_settings,
     recorded_config,
     with_towers,
 )
@@ -37,10 +36,8 @@ from ckpt_tools.megatron.huggingface.vision.towers import (
 )
 from ckpt_tools.megatron.huggingface.vision.vision_language import vision_language, vision_language_types
 from ckpt_tools.megatron.keys import is_optimizer_key, strip_wrappers
-from ckpt_tools.model.catalog import Catalog, TensorEntry
+from ckpt_tools.model.catalog import Catalog, TensorEntry, Value
 from ckpt_tools.model.choices import TowerName
-from ckpt_tools.model.target import TargetTensor
-from ckpt_tools.model.views import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +122,6 @@ def put_back(exported: Exported, whole: WholeModel) -> Exported:
     )
 
 
-def other_towers(whole: WholeModel) -> tuple[TargetTensor, ...]:
-    """The tensors of the other towers, as they are stored."""
-    return tuple(
-        TargetTensor(key, entry.dtype, entry.shape, (Source(entry.key),))
-        for key, entry in whole.others.items()
-    )
-
-
 class Reference(NamedTuple):
     """What an export goes by: config.json of the language model, and the whole model that it is put back into."""
 
@@ -173,20 +162,17 @@ def reference_of(
 
 def _what_it_is(source: ExportSource) -> str:
     beside = source.beside or ()
+    known = ", ".join(kind for kind in vision_language_types() if vision_language(kind).rules)
     own = "vision_projection" in {name.partition(".")[0] for name in beside}
     why = (
         "It is Megatron-LM's own LLaVAModel, for whose vision tower and projection no class of transformers is known"
         if own
-        else f"Which model it is, its config.json tells (--hf-config DIR); known are {_known()}"
+        else f"Which model it is, its config.json tells (--hf-config DIR); known are {known}"
     )
     return (
         f"the checkpoint holds a language model ({len(source.bases) - len(beside)} parameters) and other parts "
         f"({counted(beside)}). The language model alone is written by --tower language. {why}"
     )
-
-
-def _known() -> str:
-    return ", ".join(kind for kind in vision_language_types() if vision_language(kind).rules)
 
 
 def _of_its_own(config: Mapping[str, Any], tied: bool) -> dict[str, Any]:
@@ -209,23 +195,15 @@ def _stored(folder: str) -> dict[str, Spec]:
     return specs_of(tower_tensors(folder).tensors)
 
 
-def with_language_settings(source: ExportSource, whole: WholeModel | None) -> ExportSource:
-    """The source with the settings of its language model for text. Raises as `language_settings`."""
-    if source.settings is None:
-        return source
-    config = None if whole is None else whole.config
-    return replace(source, settings=language_settings(source.settings, config))
-
-
-def without_others(source: ExportSource) -> ExportSource:
-    """The language model of a source, the parameters of the other parts named as left out."""
+def without_others(source: ExportSource, language: Mapping[str, Value]) -> ExportSource:
+    """The parameters of the language model alone, those of the other parts named as left out."""
     beside = source.beside or ()
     note = (
         f"the language model alone: {len(beside)} parameters of other parts are left out ({counted(beside)})"
     )
     return replace(
         source,
-        bases={name: base for name, base in source.bases.items() if name not in set(beside)},
+        bases=language,
         dropped=(*source.dropped, *(f"{name}: of another part than the language model" for name in beside)),
         notes=(*source.notes, note),
     )
