@@ -19,7 +19,7 @@ A file of `model_files` for each, by its model_type::
     conditions: {head: vision_use_head}  # words for `when`: fields that are true
     rules:                        # those of a rule file (rulefile.py), and whole modules of the same tensors
       - module: {core: visual., hf: <visual>}
-        tensors: {'blocks.{l}.norm.weight': [ffn]}
+        tensors: {'blocks.{l}.norm.weight': [ffn], 'blocks.{l}.proj': {weight: [ffn, ffn], bias: [ffn]}}
     like: mymodel2_vl             # takes over what is not said
 
 Without rules no program is known that trains all of it.
@@ -123,8 +123,14 @@ def _items(said: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
             yield item
             continue
         module, when = item["module"], item.get("when", [])
-        for leaf, shape in item["tensors"].items():
-            yield {"core": module["core"] + leaf, "hf": module["hf"] + leaf, "shape": shape, "when": when}
+        for leaf, said in item["tensors"].items():
+            shapes = (
+                {f"{leaf}.{end}": shape for end, shape in said.items()}
+                if isinstance(said, Mapping)
+                else {leaf: said}
+            )
+            for name, shape in shapes.items():
+                yield {"core": module["core"] + name, "hf": module["hf"] + name, "shape": shape, "when": when}
 
 
 def _others(name: str, spellings: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
