@@ -32,6 +32,28 @@ from ckpt_tools.megatron.huggingface.config.model_args import GluInterleave, Mod
 from ckpt_tools.megatron.huggingface.config.numbers import bounded
 from ckpt_tools.megatron.huggingface.config.rope_args import rope_args, rope_scaling, rotary_bases
 
+# Arguments that say what the field of `ModelArgs` with their name says, and mean the same where they are not set.
+_SAME = ("padded_vocab_size", "normalization", "rotary_percent", "attn_logit_softcapping", "final_logit_softcapping",
+         "init_method_std", "attention_dropout", "hidden_dropout", "moe_router_topk", "moe_router_score_function",
+         "moe_shared_expert_intermediate_size", "moe_latent_size")  # fmt: skip
+_FLAGS = ("qk_layernorm", "moe_router_pre_softmax", "moe_router_enable_expert_bias", "moe_shared_expert_gate",
+          "multi_latent_attention", "attention_output_gate")  # fmt: skip
+# What transformer_config.py takes where an argument is not set.
+_MLA_SIZES = {"q_lora_rank": None, "kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64,
+              "v_head_dim": 128}  # fmt: skip
+_DELTA_SIZES = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+                "linear_num_key_heads": 16, "linear_num_value_heads": 32}  # fmt: skip
+_MAMBA_SIZES = {"mamba_state_dim": 128, "mamba_head_dim": 64, "mamba_num_groups": 8}
+OF_MLA = tuple(_MLA_SIZES)
+VARIANT, DELTA_NET, SPARSE = "experimental_attention_variant", "gated_delta_net", "dsa"
+# Fields of `ModelArgs` that are written under another name, or in another way.
+_NOT_MEGATRON = frozenset(
+    ("tied", "zero_centered_gamma", "activation", "activation_clamp", "rope_scaling", "sliding_window",
+     "sliding_layers", "sliding_pattern", "rotary_base_local", "query_pre_attn_scalar", "attn_logit_softcapping",
+     "final_logit_softcapping", "moe_layers", "no_rope_layers", "glu_interleave", "yarn_told", "moe_latent_size",
+     "attention_output_gate", "linear_layers", "hybrid_pattern", "indexer_layers", "own")
+)  # fmt: skip
+
 
 @bounded("the checkpoint's args")
 def read_model_args(args: Mapping[str, Any]) -> ModelArgs:
@@ -44,14 +66,17 @@ def read_model_args(args: Mapping[str, Any]) -> ModelArgs:
     if missing:
         raise MappingError(f"the checkpoint's args do not say {', '.join(missing)}; pass --hf-config")
     return ModelArgs(
+        **{name: args[name] for name in _SAME if name in args},
+        **{name: bool(args.get(name)) for name in _FLAGS},
         **_sizes(args),
         **_layers(args),
         **_positions_and_windows(args),
-        **_softcaps_and_training(args),
+        query_pre_attn_scalar=_query_scalar(args),
         **_experts(args),
-        **_latent_attention(args),
-        **read_sparse_attention(args),
-        **read_recurrent(args),
+        **{name: args.get(name, usual) for name, usual in _MLA_SIZES.items() if _is_mla(args)},
+        **_sparse_attention(args),
+        **_delta_nets(args),
+        **_mamba(args),
     )
 
 
@@ -73,7 +98,6 @@ def _sizes(args: Mapping[str, Any]) -> dict[str, Any]:
         "ffn_hidden_size": _ffn(args),
         "max_position_embeddings": _first(args, "max_position_embeddings", "seq_length") or 0,
         "vocab_size": _vocabulary(args),
-        "padded_vocab_size": args.get("padded_vocab_size"),
     }
 
 
@@ -81,7 +105,6 @@ def _layers(args: Mapping[str, Any]) -> dict[str, Any]:
     """Of what a layer consists."""
     return {
         "tied": _tied(args),
-        "normalization": args.get("normalization", "LayerNorm"),
         "layernorm_epsilon": _first(args, "layernorm_epsilon", "norm_epsilon", default=1e-5),
         "zero_centered_gamma": bool(_first(args, "layernorm_zero_centered_gamma", "apply_layernorm_1p")),
         "activation": _activation(args),
@@ -89,73 +112,41 @@ def _layers(args: Mapping[str, Any]) -> dict[str, Any]:
         "glu_linear_offset": args.get("glu_linear_offset") or 0.0,
         "add_bias_linear": bool(args.get("add_bias_linear", True)),
         "add_qkv_bias": bool(args.get("add_qkv_bias")) and not args.get("add_bias_linear", True),
-        "qk_layernorm": bool(args.get("qk_layernorm")),
         "softmax_type": as_text(args.get("softmax_type", "vanilla")),
     }
 
 
 def _positions_and_windows(args: Mapping[str, Any]) -> dict[str, Any]:
-    mla, window = _is_mla(args), window_of(args.get("window_size"))
+    mla, layers, window = _is_mla(args), args["num_layers"], window_of(args.get("window_size"))
     kind = as_text(args.get("position_embedding_type", "learned_absolute"))
-    rope = rotary_bases(args)
+    is_rope = kind == "yarn" or args.get("enable_gpt_oss") or args.get("use_rotary_position_embeddings")
+    position = "rope" if is_rope else kind
+    base, local_base = rotary_bases(args)
     return {
-        "position_embedding_type": _positions(args, kind),
-        "rotary_base": rope[0],
-        "rotary_base_local": rope[1],
-        "rotary_percent": args.get("rotary_percent", 1.0),
-        "rotary_interleaved": bool(args.get("rotary_interleaved")) and _positions(args, kind) == "rope",
-        "no_rope_layers": no_rope_layers(args.get("no_rope_freq"), args["num_layers"]),
+        "position_embedding_type": position,
+        "rotary_base": base,
+        "rotary_base_local": local_base,
+        "rotary_interleaved": bool(args.get("rotary_interleaved")) and position == "rope",
+        "no_rope_layers": no_rope_layers(args.get("no_rope_freq"), layers),
         "rope_scaling": rope_scaling(args, kind, mla),
         "yarn_told": mla or "yarn_original_max_position_embeddings" in args or "gated_linear_unit" in args,
         "sliding_window": window,
-        "sliding_layers": sliding_layers(args.get("window_attn_skip_freq"), args["num_layers"])
-        if window
-        else (),
+        "sliding_layers": sliding_layers(args.get("window_attn_skip_freq"), layers) if window else (),
         "sliding_pattern": sliding_turn(args.get("interleaved_attn_pattern")),
-    }
-
-
-def _softcaps_and_training(args: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "query_pre_attn_scalar": _query_scalar(args),
-        "attn_logit_softcapping": args.get("attn_logit_softcapping"),
-        "final_logit_softcapping": args.get("final_logit_softcapping"),
-        "init_method_std": args.get("init_method_std", 0.02),
-        "attention_dropout": args.get("attention_dropout", 0.1),
-        "hidden_dropout": args.get("hidden_dropout", 0.1),
-        "params_dtype": _dtype(args),
     }
 
 
 def _experts(args: Mapping[str, Any]) -> dict[str, Any]:
     experts = _first(args, "num_experts", "num_moe_experts")
-    groups = args.get("moe_router_num_groups")
+    groups, scale = args.get("moe_router_num_groups"), args.get("moe_router_topk_scaling_factor")
     return {
         "num_experts": experts,
         "moe_layers": moe_layers(args.get("moe_layer_freq", 1), args["num_layers"]) if experts else (),
         "moe_ffn_hidden_size": args.get("moe_ffn_hidden_size") or _ffn(args),
-        "moe_router_topk": args.get("moe_router_topk", 2),
-        "moe_router_pre_softmax": bool(args.get("moe_router_pre_softmax")),
-        "moe_router_score_function": args.get("moe_router_score_function", "softmax"),
-        "moe_router_enable_expert_bias": bool(args.get("moe_router_enable_expert_bias")),
         "moe_router_num_groups": None if groups == 1 else groups,
         "moe_router_group_topk": None if groups in (None, 1) else args.get("moe_router_group_topk"),
-        "moe_router_topk_scaling_factor": _scale(args.get("moe_router_topk_scaling_factor")),
-        "moe_shared_expert_intermediate_size": args.get("moe_shared_expert_intermediate_size"),
-        "moe_shared_expert_gate": bool(args.get("moe_shared_expert_gate")),
+        "moe_router_topk_scaling_factor": None if scale == 1.0 else scale,
         "glu_interleave": _glu_interleave(args) if experts else None,
-    }
-
-
-def _latent_attention(args: Mapping[str, Any]) -> dict[str, Any]:
-    mla = _is_mla(args)
-    return {
-        "multi_latent_attention": mla,
-        "q_lora_rank": args.get("q_lora_rank") if mla else None,
-        "kv_lora_rank": args.get("kv_lora_rank", 32) if mla else 0,
-        "qk_head_dim": args.get("qk_head_dim", 128) if mla else 0,
-        "qk_pos_emb_head_dim": args.get("qk_pos_emb_head_dim", 64) if mla else 0,
-        "v_head_dim": args.get("v_head_dim", 128) if mla else 0,
         "mtp_num_layers": args.get("mtp_num_layers") or 0,
     }
 
@@ -221,11 +212,6 @@ def _activation(args: Mapping[str, Any]) -> str:
     return {"silu": "swiglu", "quick_gelu": "quick_geglu", "gelu": "geglu"}.get(function, f"gated {function}")
 
 
-def _positions(args: Mapping[str, Any], kind: str) -> str:
-    yarn = kind == "yarn" or args.get("enable_gpt_oss")
-    return "rope" if yarn or args.get("use_rotary_position_embeddings") else kind
-
-
 def _query_scalar(args: Mapping[str, Any]) -> float | None:
     """`query_pre_attn_scalar`, which Bridge's Gemma 3 keeps as the softmax scale that follows from it."""
     scalar, scale = args.get("query_pre_attn_scalar"), args.get("softmax_scale")
@@ -236,10 +222,6 @@ def _query_scalar(args: Mapping[str, Any]) -> float | None:
         return scalar
     exact = 1.0 / scale**2
     return float(round(exact)) if isclose(exact, round(exact), rel_tol=1e-9) else exact
-
-
-def _scale(factor: float | None) -> float | None:
-    return None if factor == 1.0 else factor
 
 
 def _glu_interleave(args: Mapping[str, Any]) -> GluInterleave | None:
@@ -262,9 +244,6 @@ def _dtype(args: Mapping[str, Any]) -> str | None:
     value = args.get("params_dtype")
     text = as_text(value) if value is not None else ""
     return next((name for name in ("bfloat16", "float16", "float32") if name in text), None)
-
-
-OF_MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
 def megatron_args(model: ModelArgs) -> dict[str, Any]:
@@ -318,7 +297,7 @@ def megatron_args(model: ModelArgs) -> dict[str, Any]:
         args["no_rope_freq"] = list(model.no_rope_layers)
     if model.activation == "geglu":  # Megatron-LM has no option for it; these are Bridge's names
         args |= {"gated_linear_unit": True, "activation_func": "megatron.core.activations.fast_gelu"}
-    args |= _gemma_args(model) | sparse_attention_args(model) | written_recurrent(model)
+    args |= _gemma_args(model) | _sparse_attention_args(model) | _recurrent_args(model)
     if model.num_experts:
         every = all(model.moe_layers)
         args |= {"moe_layer_freq": 1 if every else list(model.moe_layers), "moe_grouped_gemm": True}
@@ -344,37 +323,11 @@ def _gemma_args(model: ModelArgs) -> dict[str, Any]:
     return args
 
 
-_NOT_MEGATRON = frozenset(
-    ("tied", "zero_centered_gamma", "activation", "activation_clamp", "rope_scaling", "sliding_window",
-     "sliding_layers", "sliding_pattern", "rotary_base_local", "query_pre_attn_scalar", "attn_logit_softcapping",
-     "final_logit_softcapping", "moe_layers", "no_rope_layers", "glu_interleave", "yarn_told", "moe_latent_size",
-     "attention_output_gate", "linear_layers", "hybrid_pattern", "indexer_layers", "own")
-)  # fmt: skip
-
-
-DELTA_NET = "gated_delta_net"
-# What transformer_config.py takes where an argument is not set.
-_DELTA_SIZES = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-                "linear_num_key_heads": 16, "linear_num_value_heads": 32}  # fmt: skip
-_MAMBA_SIZES = {"mamba_state_dim": 128, "mamba_head_dim": 64, "mamba_num_groups": 8}
-
-
-def read_recurrent(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The `ModelArgs` fields of gated delta nets and Mamba layers."""
-    return {
-        "attention_output_gate": bool(args.get("attention_output_gate")),
-        "moe_latent_size": args.get("moe_latent_size"),
-        **_delta_nets(args),
-        **_mamba(args),
-    }
-
-
 def _delta_nets(args: Mapping[str, Any]) -> dict[str, Any]:
-    if args.get("experimental_attention_variant") != DELTA_NET:
+    if args.get(VARIANT) != DELTA_NET:
         return {}
     layers = delta_net_layers(args.get("linear_attention_freq"), args["num_layers"])
-    sizes = {name: _set(args.get(name), default) for name, default in _DELTA_SIZES.items()}
-    return {"linear_layers": layers, **sizes}
+    return {"linear_layers": layers, **_sizes_set(args, _DELTA_SIZES)}
 
 
 def _mamba(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -388,16 +341,16 @@ def _mamba(args: Mapping[str, Any]) -> dict[str, Any]:
         raise MappingError(
             f"the checkpoint's args name {args['num_layers']} layers, their hybrid pattern {len(pattern)}"
         )
-    sizes = {name: _set(args.get(name), default) for name, default in _MAMBA_SIZES.items()}
+    sizes = _sizes_set(args, _MAMBA_SIZES)
     heads = args.get("mamba_num_heads") or 2 * args["hidden_size"] // max(sizes["mamba_head_dim"], 1)
     return {"hybrid_pattern": pattern, "mamba_num_heads": heads, **sizes}
 
 
-def _set(value: Any, default: int) -> Any:
-    return default if value is None else value
+def _sizes_set(args: Mapping[str, Any], usual: Mapping[str, int]) -> dict[str, Any]:
+    return {name: size if args.get(name) is None else args[name] for name, size in usual.items()}
 
 
-def written_recurrent(model: ModelArgs) -> dict[str, Any]:
+def _recurrent_args(model: ModelArgs) -> dict[str, Any]:
     """The arguments that make Megatron build these layers; none for a model without them."""
     args: dict[str, Any] = {}
     if model.attention_output_gate:
@@ -405,10 +358,7 @@ def written_recurrent(model: ModelArgs) -> dict[str, Any]:
     if model.moe_latent_size is not None:
         args["moe_latent_size"] = model.moe_latent_size
     if model.linear_layers:
-        args |= {
-            "experimental_attention_variant": DELTA_NET,
-            "linear_attention_freq": list(model.linear_layers),
-        }
+        args |= {VARIANT: DELTA_NET, "linear_attention_freq": list(model.linear_layers)}
         args |= {name: getattr(model, name) for name in _DELTA_SIZES}
     if model.hybrid_pattern:
         args |= {"is_hybrid_model": True, "hybrid_override_pattern": model.hybrid_pattern}
@@ -416,7 +366,6 @@ def written_recurrent(model: ModelArgs) -> dict[str, Any]:
     return args
 
 
-VARIANT = "experimental_attention_variant"
 SINCE = (
     "sparse attention: only Megatron core 0.19 and newer compute it as this model does; before, its indexer rotates "
     "another part of each head"
@@ -427,30 +376,31 @@ TOO_OLD = (
 )
 
 
-def read_sparse_attention(args: Mapping[str, Any]) -> dict[str, Any]:
+def _sparse_attention(args: Mapping[str, Any]) -> dict[str, Any]:
     """The `ModelArgs` fields of an indexer; nothing where there is none."""
-    if args.get(VARIANT) != "dsa":
+    if args.get(VARIANT) != SPARSE:
         return {}
     freq, offset = args.get("dsa_indexer_topk_freq") or 1, args.get("dsa_indexer_skip_topk_offset") or 0
     own = args.get("dsa_indexer_k_norm_epsilon")
-    usual = next((args[n] for n in ("layernorm_epsilon", "norm_epsilon") if args.get(n) is not None), 1e-5)
+    usual = _first(args, "layernorm_epsilon", "norm_epsilon", default=1e-5)
     return {
-        "dsa_indexer_n_heads": args.get("dsa_indexer_n_heads") or 0,
-        "dsa_indexer_head_dim": args.get("dsa_indexer_head_dim") or 0,
-        "dsa_indexer_topk": args.get("dsa_indexer_topk") or 0,
+        **{
+            f"dsa_indexer_{name}": args.get(f"dsa_indexer_{name}") or 0
+            for name in ("n_heads", "head_dim", "topk")
+        },
         "dsa_indexer_rope_interleaved": args.get("dsa_indexer_rope_interleaved"),
         "dsa_indexer_k_norm_epsilon": usual if own is None else own,
         "indexer_layers": indexer_layers(args["num_layers"], freq, offset),
     }
 
 
-def sparse_attention_args(model: ModelArgs) -> dict[str, Any]:
+def _sparse_attention_args(model: ModelArgs) -> dict[str, Any]:
     """Megatron's args of a model's indexer beyond the fields that have Megatron's names."""
     if not model.dsa_indexer_n_heads:
         return {}
     freq, offset = sharing(model.indexer_layers)
     return {
-        VARIANT: "dsa",
+        VARIANT: SPARSE,
         "dsa_indexer_topk_freq": freq,
         "dsa_indexer_skip_topk_offset": offset,
         "dsa_indexer_rotate_activation": False,  # a rotation of queries and keys alike, for the sake of rounding

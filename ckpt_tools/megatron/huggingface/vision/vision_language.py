@@ -123,13 +123,10 @@ def _items(said: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
             yield item
             continue
         module, when = item["module"], item.get("when", [])
-        for leaf, said in item["tensors"].items():
-            shapes = (
-                {f"{leaf}.{end}": shape for end, shape in said.items()}
-                if isinstance(said, Mapping)
-                else {leaf: said}
-            )
-            for name, shape in shapes.items():
+        for leaf, shapes in item["tensors"].items():
+            inside = shapes.items() if isinstance(shapes, Mapping) else [("", shapes)]
+            for end, shape in inside:
+                name = f"{leaf}.{end}" if end else leaf
                 yield {"core": module["core"] + name, "hf": module["hf"] + name, "shape": shape, "when": when}
 
 
