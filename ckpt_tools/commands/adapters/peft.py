@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckpt_tools.commands.adapters.adapter_source import read_adapter_source
-from ckpt_tools.commands.huggingface.folder import families_with, read_config
+from ckpt_tools.commands.huggingface.folder import as_json, families_with, read_config
 from ckpt_tools.commands.job.conversion import Conversion
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, UsageError
@@ -51,7 +50,10 @@ def merge_peft(base: Catalog, adapter: str, shared: tuple[str, str] | None) -> W
                 f"{adapter} has no {ADAPTER_WEIGHTS}; save it with safe_serialization=True"
             )
         refuse_pointers(files, [ADAPTER_CONFIG, ADAPTER_WEIGHTS])
-        settings = read_peft_settings(_config(files))
+        try:
+            settings = read_peft_settings(parse_json(read_whole(files, ADAPTER_CONFIG)))
+        except DocumentError as error:
+            raise CorruptCheckpointError(f"{files.location}/{ADAPTER_CONFIG}: {error}") from error
         stored = read_safetensors_header(files, ADAPTER_WEIGHTS)
         entries = {key: joined_entry(files, e, f"{key} of {adapter}") for key, e in stored.items()}
     return with_adapter(base, Catalog(files.location, entries, {}), settings, shared)
@@ -78,13 +80,6 @@ def peft_files(path: str) -> Files:
     return open_files(snapshot_of(path))
 
 
-def _config(files: Files) -> Any:
-    try:
-        return parse_json(read_whole(files, ADAPTER_CONFIG))
-    except DocumentError as error:
-        raise CorruptCheckpointError(f"{files.location}/{ADAPTER_CONFIG}: {error}") from error
-
-
 def plan_peft(opened: Opened, options: ExportOptions) -> Conversion:
     """Everything up to the first byte."""
     if options.hf_config is None:
@@ -106,7 +101,6 @@ def plan_peft(opened: Opened, options: ExportOptions) -> Conversion:
         options.hf_config,
         options.dtype,
     )
-    text = json.dumps(dict(made.config), indent=2, ensure_ascii=False) + "\n"
     return Conversion(
         "hf",
         "peft",
@@ -114,6 +108,6 @@ def plan_peft(opened: Opened, options: ExportOptions) -> Conversion:
         opened.catalog,
         Target(made.tensors, notes=(source.summary, *made.notes)),
         build_safetensors_plan(opened.catalog, [WeightFile(ADAPTER_WEIGHTS, made.tensors)], {}),
-        extra_files={ADAPTER_CONFIG: text.encode()},
+        extra_files={ADAPTER_CONFIG: as_json(dict(made.config))},
         architecture=family.architecture,
     )

@@ -32,11 +32,8 @@ from ckpt_tools.model.target import InlineTensor, TargetTensor
 from ckpt_tools.plan.weight_files import WeightFile
 
 CONFIG = "config.json"
-
 CODE = "*.py"
-
 MAX_ASSET_BYTES = 1 << 30  # the largest tokenizers have some tens of megabytes
-
 _OWN = (
     "config.json",
     ".*",
@@ -44,9 +41,7 @@ _OWN = (
     "*.safetensors.index.json",
     *(f"*{end}" for end in OTHER_WEIGHTS),
 )
-
 _IS_TOKENIZER = re.compile(r"tokenizer|tekken|vocab|spiece|sentencepiece|.*\.(?:tiktoken|spm|model)$")
-
 DEFAULT_SHARD_SIZE = 5 * 10**9
 
 
@@ -102,8 +97,16 @@ def weight_files(
             held.setdefault(catalog.tensors[one.key].chunks[0].item.file, []).append(one)
         if not parts_of_ranks(held):
             return [WeightFile(name, held[name]) for name in sorted(held)], {}
-    sizes = {one.key: prod(one.shape) * itemsize(one.dtype) for one in targets}
-    shards, by_key = pack_shards(sizes.items(), DEFAULT_SHARD_SIZE), {one.key: one for one in targets}
+    return packed_files(targets, DEFAULT_SHARD_SIZE)
+
+
+def packed_files(
+    tensors: Sequence[TargetTensor | InlineTensor], max_bytes: int
+) -> tuple[list[WeightFile], dict[str, bytes]]:
+    """Tensors in files of at most `max_bytes`, and the index of several."""
+    by_key = {one.key: one for one in tensors}
+    sizes = {key: prod(one.shape) * itemsize(one.dtype) for key, one in by_key.items()}
+    shards = pack_shards(sizes.items(), max_bytes)
     files = [WeightFile(shard.file, [by_key[key] for key in shard.keys]) for shard in shards]
     return files, {INDEX_FILE: as_json(shard_index(shards, sizes))} if len(shards) > 1 else {}
 
@@ -181,18 +184,9 @@ def hf_directory(
     max_shard_bytes: int,
 ) -> HfDirectory:
     """The directory of `tensors`, with what goes along from the original model in `hf_config`."""
-    sizes = {t.key: prod(t.shape) * itemsize(t.dtype) for t in tensors}
-    shards = pack_shards(sizes.items(), max_shard_bytes)
-    by_key = {t.key: t for t in tensors}
     assets = Assets({}, ()) if hf_config is None else read_assets(hf_config, has_code="auto_map" in config)
-    extra = {**assets.files, CONFIG: as_json(config)}
-    if len(shards) > 1:
-        extra[INDEX_FILE] = as_json(shard_index(shards, sizes))
-    files = [WeightFile(shard.file, [by_key[key] for key in shard.keys]) for shard in shards]
-    return HfDirectory(files, extra, tuple(_notes(hf_config, assets)))
-
-
-def _notes(hf_config: str | None, assets: Assets) -> list[str]:
+    files, index = packed_files(tensors, max_shard_bytes)
+    extra = {**assets.files, CONFIG: as_json(config), **index}
     notes = []
     if not any(_IS_TOKENIZER.match(name) for name in assets.files):
         where = "--hf-config has none" if hf_config else "pass --hf-config DIR to take one over"
@@ -200,7 +194,7 @@ def _notes(hf_config: str | None, assets: Assets) -> list[str]:
     if assets.left:
         shown = ", ".join(assets.left[:8]) + (", ..." if len(assets.left) > 8 else "")
         notes.append(f"not taken over from --hf-config: {shown}")
-    return notes
+    return HfDirectory(files, extra, tuple(notes))
 
 
 @dataclass(frozen=True, slots=True)

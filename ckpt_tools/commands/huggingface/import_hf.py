@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +48,6 @@ from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.huggingface.lora.peft import MERGE_WITH_PEFT
 from ckpt_tools.megatron.huggingface.mapping.checks import Spec
 from ckpt_tools.megatron.huggingface.mapping.model_tensors import shared_head
-from ckpt_tools.megatron.huggingface.mapping.rules import Family
 from ckpt_tools.megatron.huggingface.mapping.targets import Imported, import_targets
 from ckpt_tools.megatron.huggingface.quantization.quantized import dequantized
 from ckpt_tools.megatron.huggingface.vision.tower_targets import imported_whole, known_to_bridge
@@ -132,7 +132,10 @@ def plan_import(opened: Opened, options: ImportOptions, world: int) -> Conversio
         if layout.name == VERSION_2:
             prepared = for_version_2(prepared, model.common, layout)
         made = planned(opened, prepared, ConvertOptions(target), layout)
-    job = _with_tokens(made.job or TargetJob(TargetRecord()), imported, model.common)
+    tokens = imported.args["vocab_size"]  # the vocabulary's real size, which config.json tells
+    rows = vocabulary(((t.key, t.shape) for t in imported.tensors), model.common.args, tokens)
+    job = made.job or TargetJob(TargetRecord())
+    job = replace(job, record=replace(job.record, tokens=tokens), vocabulary=rows)
     return replace(
         made,
         iteration=options.iteration,
@@ -223,13 +226,19 @@ def _read_tensors(
     catalog: Catalog, specs: Mapping[str, Spec], config: Mapping[str, Any], options: ImportOptions
 ) -> _Read:
     """The parameters of a language model; of a vision-language model all parts, or its language model alone."""
+    read = partial(
+        import_targets,
+        dtype=options.dtype,
+        vocab_multiple=DIVISOR * _tp(options),
+        vocab_rows=options.vocab_size_padded,
+    )
     if options.tower is None and not _has_towers(options, config):
-        return _Read(catalog, _by_rules(specs, config, options, families_with(options.rules, config)))
+        return _Read(catalog, read(specs, config, families=families_with(options.rules, config)))
     if options.tower is None:
         known_to_bridge(config)
     catalog, named, tower = tower_alone(catalog, specs, config)
     families = tower.families(families_with(options.rules, tower.config))
-    imported = _by_rules(named, tower.config, options, families)
+    imported = read(named, tower.config, families=families)
     if options.tower is None:
         whole = imported_whole(imported, config, tower, specs, options.dtype)
         return _Read(catalog, whole, notes=(f"for Megatron-Bridge, which alone trains a {config[TYPE]}",))
@@ -239,22 +248,6 @@ def _read_tensors(
 def _has_towers(options: ImportOptions, config: Mapping[str, Any]) -> bool:
     """Whether the model is imported as a vision-language model with all its parts."""
     return options.tower is None and options.rules is None and config.get(TYPE) in vision_language_types()
-
-
-def _by_rules(
-    specs: Mapping[str, Spec],
-    config: Mapping[str, Any],
-    options: ImportOptions,
-    families: Mapping[str, Family],
-) -> Imported:
-    return import_targets(
-        specs,
-        config,
-        dtype=options.dtype,
-        vocab_multiple=DIVISOR * _tp(options),
-        vocab_rows=options.vocab_size_padded,
-        families=families,
-    )
 
 
 def _with_offsets(files: Files, catalog: Catalog, imported: Imported) -> tuple[Catalog, Imported, list[str]]:
@@ -326,13 +319,6 @@ def _tp(options: ImportOptions) -> int:
     return 1 if size is None else size.ranks
 
 
-def _with_tokens(job: TargetJob, imported: Imported, common: CommonState) -> TargetJob:
-    """The job with the vocabulary's real size, which config.json tells."""
-    tokens = imported.args["vocab_size"]
-    rows = vocabulary(((t.key, t.shape) for t in imported.tensors), common.args, tokens)
-    return replace(job, record=replace(job.record, tokens=tokens), vocabulary=rows)
-
-
 def _model(catalog: Catalog, imported: Imported, common: CommonState, options: ImportOptions) -> Model:
     """The imported weights as a model."""
     found = []
@@ -374,21 +360,16 @@ def _open(source: str, options: ImportOptions) -> Opened:
     except BaseException as error:
         files.close()
         if isinstance(error, UnsupportedCheckpointError):
-            _refuse_foreign(folder)
+            try:
+                locate(folder)
+            except ForeignFormatError:  # another program's files, which it makes a model of
+                raise
+            except CkptError:
+                pass
         raise
     if options.adapter is not None:
         files = FilesBeside(files, [peft_files(options.adapter)])
     return Opened(Location("safetensors", folder), files, catalog, CommonState({}, None))
-
-
-def _refuse_foreign(folder: str) -> None:
-    """Raise ForeignFormatError if another program's files, which it makes a model of."""
-    try:
-        locate(folder)
-    except ForeignFormatError:
-        raise
-    except CkptError:
-        return
 
 
 def _place(source: str, location: Location, output: str, options: ImportOptions) -> Output:

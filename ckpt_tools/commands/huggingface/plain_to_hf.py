@@ -78,7 +78,8 @@ def plan_plain(opened: Opened, options: ExportOptions, hf_config: str) -> Conver
     model = named_model(catalog, expected.shapes)
     entries = {name: catalog.tensors[key] for name, key in model.keys.items()}
     equal, extra = expected.superfluous(sorted(entries.keys() - expected.shapes.keys()))
-    problems = [*_misfits(entries, expected, set(extra)), *_strays(model, expected)]
+    problems = [*_misfits(entries, expected, set(extra))]
+    problems += [f"{key}: {expected.told_by} knows of no such tensor" for key in model.stray]
     if problems:
         raise _not_that_model(opened, hf_config, expected, model, problems)
     bases = {name: Value(one.dtype, one.shape, (Source(one.key),)) for name, one in entries.items()}
@@ -156,10 +157,6 @@ def _misfits(entries: Mapping[str, TensorEntry], expected: Expected, superfluous
     for name, entry in entries.items():
         if name not in expected.shapes and name not in superfluous:
             yield f"{entry.key}: {expected.told_by} knows of no {name}"
-
-
-def _strays(model: NamedModel, expected: Expected) -> Iterator[str]:
-    yield from (f"{key}: {expected.told_by} knows of no such tensor" for key in model.stray)
 
 
 def _not_that_model(

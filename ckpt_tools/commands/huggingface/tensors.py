@@ -24,14 +24,11 @@ from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.plan.byte_runs import row_major_tiles
 
 TILE_ELEMS = 1 << 22
-
 _ADAPTED = re.compile(
     r"(?:^|\.)(?:base_layer|modules_to_save|original_module|lora_\w+|ia3_l|hada_w\w*|lokr_w\w*|oft_\w+|boft_\w+|"
     r"vera_lambda\w*|adapter|prompt_encoder)(?:\.|$)"
 )
-
 _FREQUENCIES = re.compile(r"(?:^|\.)rotary_emb\.(?:original_)?(?:inv_freq|cos_cached|sin_cached)$")
-
 _COMPUTED = "rotary frequencies are computed from config.json, not loaded"
 
 

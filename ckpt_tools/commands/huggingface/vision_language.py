@@ -112,14 +112,8 @@ def whole_model_if_one(folder: str, config: Mapping[str, Any]) -> WholeModel | N
 
 def put_back(exported: Exported, whole: WholeModel) -> Exported:
     """The tensors of the language model under the whole model's names, and its config.json."""
-    tower = whole.tower
-    return replace(
-        exported,
-        tensors=tuple(replace(tensor, key=tower.name_of(tensor.key)) for tensor in exported.tensors),
-        config=whole_config(whole.config, tower, exported.config),
-        shapes={tower.name_of(key): shape for key, shape in exported.shapes.items()},
-        offsets={tower.name_of(key): offset for key, offset in exported.offsets.items()},
-    )
+    config = whole_config(whole.config, whole.tower, exported.config)
+    return replace(exported.renamed(whole.tower.name_of), config=config)
 
 
 class Reference(NamedTuple):

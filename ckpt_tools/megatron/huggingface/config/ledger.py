@@ -233,13 +233,12 @@ def is_unset(value: Any) -> bool:
     return value is None or (isinstance(value, int | float | str | list | tuple | dict) and not value)
 
 
-def _name(name: object) -> str:
-    """A setting's name as text of one line, whatever it is."""
-    return name if isinstance(name, str) and name.isidentifier() else short(name)
-
-
 def _unknown(found: Iterable[tuple[str, Any]]) -> tuple[str, ...]:
-    texts = sorted(f"{_name(name)}={short(value)}" for name, value in found if not is_unset(value))
+    texts = sorted(
+        f"{name if isinstance(name, str) and name.isidentifier() else short(name)}={short(value)}"
+        for name, value in found
+        if not is_unset(value)
+    )
     if not texts:
         return ()
     shown = ", ".join(texts[:20]) + (f" and {len(texts) - 20} more" if len(texts) > 20 else "")

@@ -65,15 +65,17 @@ def read_model_args(args: Mapping[str, Any]) -> ModelArgs:
     missing = [name for name in needed if not args.get(name)]
     if missing:
         raise MappingError(f"the checkpoint's args do not say {', '.join(missing)}; pass --hf-config")
+    values: dict[str, Any] = {name: args[name] for name in _SAME if name in args}
+    values |= {name: bool(args.get(name)) for name in _FLAGS}
+    if values["multi_latent_attention"]:
+        values |= {name: args.get(name, usual) for name, usual in _MLA_SIZES.items()}
     return ModelArgs(
-        **{name: args[name] for name in _SAME if name in args},
-        **{name: bool(args.get(name)) for name in _FLAGS},
+        **values,
         **_sizes(args),
         **_layers(args),
         **_positions_and_windows(args),
         query_pre_attn_scalar=_query_scalar(args),
         **_experts(args),
-        **{name: args.get(name, usual) for name, usual in _MLA_SIZES.items() if _is_mla(args)},
         **_sparse_attention(args),
         **_delta_nets(args),
         **_mamba(args),

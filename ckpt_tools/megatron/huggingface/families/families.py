@@ -41,8 +41,8 @@ class Families(Mapping[str, Family]):
 
     def that_may_be(self, model_type: str) -> list[str]:
         """Names of the families that a config.json of this model_type may be of: one, as a rule."""
-        named = [name for name in family_names() if name == model_type or model_type in _types(name)]
-        return ([] if self.own is None else [self.own.name]) + named
+        own = [] if self.own is None else [self.own.name]
+        return own + [name for name in family_names() if name == model_type or model_type in _types()[name]]
 
 
 class KnownFields:
@@ -75,8 +75,12 @@ def _text(name: str) -> str:
 
 
 @cache
-def _types(name: str) -> frozenset[str]:
-    return frozenset(word for line in TYPES.findall(_text(name)) for word in re.findall(r"[\w.-]+", line))
+def _types() -> dict[str, frozenset[str]]:
+    """The model types that each file names, read as text."""
+    return {
+        name: frozenset(word for line in TYPES.findall(_text(name)) for word in re.findall(r"[\w.-]+", line))
+        for name in family_names()
+    }
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
@@ -455,9 +455,11 @@ def _rules(
     dense = data.get("mtp") == DENSE_MTP
     if dense or typed(data, "mtp", bool, top, problems, default=False):
         layers = (words.names.fill(text, top / "mtp", problems) for text in ("<layer>", "<mtp_layer>"))
-        rules += _inside_mtp(
-            [*map(_always_dense, _without_experts(rules))] if dense else rules, rules, *layers
-        )
+        inside = rules
+        if dense:  # whatever the layer before it is
+            no_experts = (rule for rule in rules if "moe" not in rule.when)
+            inside = [replace(r, when=tuple(word for word in r.when if word != "dense")) for r in no_experts]
+        rules += _inside_mtp(inside, rules, *layers)
     return tuple(rules)
 
 
@@ -466,15 +468,6 @@ def _inside_mtp(layers: list[Rule], there: list[Rule], *names: str) -> list[Rule
     cores = {rule.core for rule in there}
     made = [in_mtp(rule, *names) for rule in layers if rule.core.startswith(LAYER)]
     return [rule for rule in made if rule.core not in cores]
-
-
-def _without_experts(rules: list[Rule]) -> Iterator[Rule]:
-    return (rule for rule in rules if "moe" not in rule.when)
-
-
-def _always_dense(rule: Rule) -> Rule:
-    """A rule of dense layers for one that is dense whatever the layer before it is."""
-    return replace(rule, when=tuple(word for word in rule.when if word != "dense"))
 
 
 def _drops_latent_attention(old: Family, needs: Mapping[str, Any]) -> bool:

@@ -139,16 +139,12 @@ def _scheme(name: str, group: object, default: object) -> Scheme | None:
         *([size] if strategy == "group" else []),
         *(block if isinstance(block, list | tuple) else [block]),
     ]
-    if not _are_lengths(lengths) or (strategy == "block" and len(lengths) != 2):
+    if not all(type(n) is int and n > 0 for n in lengths) or (strategy == "block" and len(lengths) != 2):
         raise MappingError(f"config.json: config_groups.{name}.weights has {strategy} lengths {lengths}")
     symmetric = bool(weights.get("symmetric", True))
     if kind == FP8 and not symmetric:
         raise _unread(f"{name}: 8-bit floats with zero points")
     return Scheme(kind, strategy, size, tuple(block or ()), symmetric)
-
-
-def _are_lengths(values: Iterable[object]) -> bool:
-    return all(type(value) is int and value > 0 for value in values)
 
 
 def _unread(what: str) -> UnsupportedCheckpointError:

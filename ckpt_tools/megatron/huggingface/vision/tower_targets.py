@@ -7,7 +7,7 @@ modules stand beside it, under names that the model's file has (vision_language.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.huggingface.config.megatron_args import as_text, flat_args
 from ckpt_tools.megatron.huggingface.mapping.checks import EMBEDDING, Spec, Wanted, misfits, spellings
 from ckpt_tools.megatron.huggingface.mapping.model_tensors import Prefix
-from ckpt_tools.megatron.huggingface.mapping.rules import SMALLEST, Pair
+from ckpt_tools.megatron.huggingface.mapping.rules import SMALLEST
 from ckpt_tools.megatron.huggingface.mapping.targets import (
     Exported,
     Imported,
@@ -24,7 +24,6 @@ from ckpt_tools.megatron.huggingface.mapping.targets import (
 )
 from ckpt_tools.megatron.huggingface.vision.towers import QUANTIZED, Tower, mrope_section, vision_language_of
 from ckpt_tools.megatron.huggingface.vision.vision_language import VisionLanguage, tower_pairs
-from ckpt_tools.model.target import TargetTensor
 
 RECORD = "hf_config"
 
@@ -140,11 +139,12 @@ def imported_whole(
     problems += [f"{name}: no rule of {kind.name} has this tensor" for name in there if name not in wanted]
     _refuse(problems, f"the directory is not a whole {kind.name} model")
     positions, notes = _positions(config, imported.args)
+    made = [target for pair in pairs for target in import_pair(SMALLEST, pair, Prefix(""), there, dtype)]
     language = [replace(target, key=LANGUAGE + target.key) for target in imported.tensors]
     return replace(
         imported,
         family=replace(imported.family, architecture=kind.architecture),
-        tensors=(*language, *_made(pairs, there, dtype)),
+        tensors=(*language, *made),
         offsets={LANGUAGE + key: offset for key, offset in imported.offsets.items()},
         args={**imported.args, **positions, **record_of(config)},
         notes=(*imported.notes, *notes),
@@ -160,10 +160,6 @@ def known_to_bridge(config: Mapping[str, Any]) -> VisionLanguage:
             "for: nothing names its vision tower. The language model alone is converted, by --tower language"
         )
     return kind
-
-
-def _made(pairs: Sequence[Pair], there: Mapping[str, Spec], dtype: str | None) -> list[TargetTensor]:
-    return [target for pair in pairs for target in import_pair(SMALLEST, pair, Prefix(""), there, dtype)]
 
 
 def _positions(config: Mapping[str, Any], args: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
