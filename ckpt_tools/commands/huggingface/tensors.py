@@ -33,11 +33,7 @@ _COMPUTED = "rotary frequencies are computed from config.json, not loaded"
 
 
 def refuse_adapters(names: Iterable[str]) -> None:
-    """Nothing, when no tensor belongs to an adapter.
-
-    Raises:
-        MappingError: some do, and what the model computes is not in the weights alone.
-    """
+    """Raise MappingError if tensors belong to an adapter: what the model computes is not in the weights alone then."""
     found = [name for name in names if _ADAPTED.search(name)]
     if found:
         raise MappingError(

@@ -223,11 +223,7 @@ def _plain(value: Any) -> Any:
 
 
 def refuse_quantized(config: Config) -> None:
-    """Nothing, for a model whose weights are stored as values.
-
-    Raises:
-        UnsupportedCheckpointError: they are stored as codes and scales.
-    """
+    """Raise UnsupportedCheckpointError if the weights are stored as codes and scales."""
     quantized = config.get("quantization_config")
     if quantized:
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized

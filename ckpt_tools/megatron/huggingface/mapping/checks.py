@@ -165,11 +165,7 @@ WRAPPERS = {
 
 
 def refuse_wrapped(extra: Iterable[str], missing: Iterable[str]) -> None:
-    """Nothing, unless all `missing` names are among `extra` ones, behind a prefix or with segments of a wrapper.
-
-    Raises:
-        MappingError: they are.
-    """
+    """Raise MappingError if all `missing` names are among `extra` ones, behind a prefix or with a wrapper's segments."""
     there, names = frozenset(extra), list(missing)
     bare = [name.removeprefix("model.") for name in names]
     if not bare:

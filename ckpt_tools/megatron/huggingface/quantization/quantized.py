@@ -354,7 +354,7 @@ def _dtype_of(config: Mapping[str, Any]) -> str:
 
 
 def _refuse_unannounced(catalog: Catalog) -> None:
-    """Nothing, where no tensor looks like codes or scales."""
+    """Raise MappingError if tensors look like codes or scales."""
     found = [
         f"{name} ({entry.dtype})"
         for name, entry in catalog.tensors.items()
