@@ -33,7 +33,7 @@ _COMPUTED = "rotary frequencies are computed from config.json, not loaded"
 
 
 def refuse_adapters(names: Iterable[str]) -> None:
-    """Raise MappingError if tensors belong to an adapter: what the model computes is not in the weights alone then."""
+    """Raise MappingError if tensors belong to an adapter: the weights alone are not what the model computes."""
     found = [name for name in names if _ADAPTED.search(name)]
     if found:
         raise MappingError(

@@ -165,7 +165,7 @@ WRAPPERS = {
 
 
 def refuse_wrapped(extra: Iterable[str], missing: Iterable[str]) -> None:
-    """Raise MappingError if all `missing` names are among `extra` ones, behind a prefix or with a wrapper's segments."""
+    """Raise MappingError if all `missing` names are among `extra`, behind a prefix or with a wrapper's segments."""
     there, names = frozenset(extra), list(missing)
     bare = [name.removeprefix("model.") for name in names]
     if not bare:
