@@ -48,7 +48,7 @@ _PUBLIC = {
     "ToTorchDistOptions": "commands.convert.to_torch_dist",
     "convert_to_torch_dist": "commands.convert.to_torch_dist",
     "convert_to_dcp": "commands.convert.to_dcp",
-    "ExportOptions": "commands.huggingface.export_options",
+    "ExportOptions": "commands.huggingface.export_source",
     "export_hf": "commands.huggingface.export_hf",
     "ImportOptions": "commands.huggingface.import_hf",
     "import_hf": "commands.huggingface.import_hf",
@@ -102,7 +102,7 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from ckpt_tools.commands.edit.slice import slice_layers as slice_layers
     from ckpt_tools.commands.edit.strip import strip_checkpoint as strip_checkpoint
     from ckpt_tools.commands.huggingface.export_hf import export_hf as export_hf
-    from ckpt_tools.commands.huggingface.export_options import ExportOptions as ExportOptions
+    from ckpt_tools.commands.huggingface.export_source import ExportOptions as ExportOptions
     from ckpt_tools.commands.huggingface.import_hf import ImportOptions as ImportOptions
     from ckpt_tools.commands.huggingface.import_hf import import_hf as import_hf
     from ckpt_tools.commands.job.placements import Layout as Layout

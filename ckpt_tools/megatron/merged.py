@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.adapters import Adapter
-from ckpt_tools.megatron.huggingface.config.read_args import read_model_args
+from ckpt_tools.megatron.huggingface.config.megatron_args import read_model_args
 from ckpt_tools.model.catalog import Made, TensorEntry, Value, concat, made_entry
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.kernels.low_rank import AddLowRank

@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 
+from ckpt_tools.commands.huggingface.folder import pack_shards, shard_index
 from ckpt_tools.formats.safetensors.catalog import INDEX_FILE, safetensors_header
 from ckpt_tools.megatron.huggingface.config.config import read_config
 from ckpt_tools.megatron.huggingface.families.identify import family_of_config
 from ckpt_tools.megatron.huggingface.mapping.rules import expand
-from ckpt_tools.megatron.huggingface.mapping.shard_files import pack_shards, shard_index
 from ckpt_tools.model.transfers import TensorInfo
 from tests.benchmarks.bench_convert import Row, how, print_table, timed
 

@@ -27,7 +27,7 @@ from ckpt_tools.commands.edit.copy import CopyOptions
 from ckpt_tools.commands.edit.repair import RepairOptions
 from ckpt_tools.commands.edit.slice import slice_layers
 from ckpt_tools.commands.edit.strip import strip_checkpoint
-from ckpt_tools.commands.huggingface.export_options import ExportOptions
+from ckpt_tools.commands.huggingface.export_source import ExportOptions
 from ckpt_tools.commands.huggingface.import_hf import ImportOptions
 from ckpt_tools.commands.job.rewrite import EditOptions
 from ckpt_tools.commands.look.dcp_json import dcp_as_json

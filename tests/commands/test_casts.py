@@ -14,7 +14,7 @@ from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
 from ckpt_tools.commands.huggingface.export_hf import export_hf
-from ckpt_tools.commands.huggingface.export_options import ExportOptions
+from ckpt_tools.commands.huggingface.export_source import ExportOptions
 from ckpt_tools.commands.huggingface.import_hf import ImportOptions, import_hf
 from ckpt_tools.commands.look.load_dtensors import load_dtensors
 from ckpt_tools.errors import VerificationError

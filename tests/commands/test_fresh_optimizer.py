@@ -397,7 +397,9 @@ def test_any_optimizer_is_replaced(damage: Callable[[Parts], None], tmp_path: Pa
     found = oracle.tensors(made)
     assert found.keys() == weights.keys()
     assert all(oracle.same_bytes(found[key], tensor) for key, tensor in weights.items())
-    assert {f.check for f in preflight(str(made)).report.findings} == {"place"}  # a folder that is no iteration
+    assert {f.check for f in preflight(str(made)).report.findings} == {
+        "place"
+    }  # a folder that is no iteration
 
 
 def test_a_disk_needs_no_room_for_zeros(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

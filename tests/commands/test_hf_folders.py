@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from ckpt_tools.commands.huggingface.export_hf import export_hf
-from ckpt_tools.commands.huggingface.export_options import ExportOptions
+from ckpt_tools.commands.huggingface.export_source import ExportOptions
+from ckpt_tools.commands.huggingface.folder import pack_shards, shard_index
 from ckpt_tools.commands.huggingface.import_hf import import_hf
 from ckpt_tools.commands.look.inspect import inspect_checkpoint
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
@@ -119,8 +122,8 @@ def test_the_root_of_a_cache_means_its_snapshot(main: str | None, cases: Path, t
     assert same(there_and_back(root, tmp_path), model(source / "model.safetensors"))
     reference = ExportOptions(hf_config=str(root))
     export_hf(str(tmp_path / "run"), str(tmp_path / "again"), reference)
-    for given in (root, root / "snapshots", f"{root}/snapshots/"):
-        assert inspect_checkpoint(str(given)).location.path == f"{root}/snapshots/b2"
+    for options in (root, root / "snapshots", f"{root}/snapshots/"):
+        assert inspect_checkpoint(str(options)).location.path == f"{root}/snapshots/b2"
 
 
 def test_several_snapshots_without_a_main_one_are_named(cases: Path, tmp_path: Path) -> None:
@@ -280,3 +283,22 @@ def test_a_model_without_a_tokenizer_says_which_way_out_there_is(cases: Path, tm
         "no tokenizer was written; --hf-config has none"
         in export_hf(str(tmp_path / "run"), str(tmp_path / "b"), reference).notes
     )
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.integers(1, 50))
+def test_same_cuts_as_huggingface_hub(sizes: list[int], limit: int) -> None:
+    hub = pytest.importorskip("huggingface_hub", reason="the optional peer huggingface_hub is not installed")
+    from huggingface_hub.serialization._base import split_state_dict_into_shards_factory
+
+    assert hub
+    names = {f"t{i}": size for i, size in enumerate(sizes)}
+    theirs = split_state_dict_into_shards_factory(
+        names, get_storage_size=lambda t: t, get_storage_id=lambda t: None,
+        filename_pattern="model{suffix}.safetensors", max_shard_size=limit,
+    )  # fmt: skip
+    ours = pack_shards(names.items(), limit)
+    assert {shard.file: list(shard.keys) for shard in ours} == theirs.filename_to_tensors
+    index = shard_index(ours, names)
+    assert index["metadata"] == {"total_size": sum(sizes)} == theirs.metadata
+    if theirs.is_sharded:
+        assert index["weight_map"] == theirs.tensor_to_filename

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.huggingface.export_hf import export_hf
-from ckpt_tools.commands.huggingface.export_options import ExportOptions
+from ckpt_tools.commands.huggingface.export_source import ExportOptions
 from ckpt_tools.commands.huggingface.import_hf import ImportOptions, import_hf
 from ckpt_tools.errors import CkptError, MappingError, UsageError
 from ckpt_tools.formats.safetensors.catalog import read_safetensors_catalog

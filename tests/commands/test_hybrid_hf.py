@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from ckpt_tools.commands.check.diff import diff_checkpoints
 from ckpt_tools.commands.convert.to_torch_dist import convert_to_torch_dist
 from ckpt_tools.commands.huggingface.export_hf import export_hf
-from ckpt_tools.commands.huggingface.export_options import ExportOptions
+from ckpt_tools.commands.huggingface.export_source import ExportOptions
 from ckpt_tools.commands.huggingface.import_hf import ImportOptions, import_hf
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions

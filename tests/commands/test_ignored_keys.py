@@ -15,7 +15,7 @@ from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
 from ckpt_tools.commands.edit.modify import modify_state_dict
 from ckpt_tools.commands.huggingface.export_hf import export_hf
-from ckpt_tools.commands.huggingface.export_options import ExportOptions
+from ckpt_tools.commands.huggingface.export_source import ExportOptions
 from ckpt_tools.commands.job.placements import Layout
 from ckpt_tools.errors import MappingError
 from ckpt_tools.sharding.topology import Topology

@@ -14,7 +14,7 @@ from ckpt_tools.cli.app import run
 from ckpt_tools.commands.adapters.merge_adapter import merge_adapter
 from ckpt_tools.commands.edit.strip import strip_checkpoint
 from ckpt_tools.commands.huggingface.export_hf import export_hf
-from ckpt_tools.commands.huggingface.export_options import ExportOptions
+from ckpt_tools.commands.huggingface.export_source import ExportOptions
 from ckpt_tools.errors import CorruptCheckpointError, VerificationError
 from ckpt_tools.megatron.keys import bucket_key
 from tests.commands.test_diff_weights import FC2, LLAMA, NAN, ZERO, damaged, filled

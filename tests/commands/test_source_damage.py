@@ -24,7 +24,7 @@ from ckpt_tools.commands.edit.modify import modify_state_dict
 from ckpt_tools.commands.edit.slice import slice_layers
 from ckpt_tools.commands.edit.strip import strip_checkpoint
 from ckpt_tools.commands.huggingface.export_hf import export_hf
-from ckpt_tools.commands.huggingface.export_options import ExportOptions
+from ckpt_tools.commands.huggingface.export_source import ExportOptions
 from ckpt_tools.commands.huggingface.import_hf import import_hf
 from ckpt_tools.commands.job import conversion
 from ckpt_tools.commands.job.placements import Layout

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckpt_tools.commands.huggingface.export_hf import export_hf
-from ckpt_tools.commands.huggingface.export_options import ExportOptions
+from ckpt_tools.commands.huggingface.export_source import ExportOptions
 from ckpt_tools.errors import VerificationError
 from ckpt_tools.execute.move.source_reader import SourceReader
 from ckpt_tools.execute.output import uploads

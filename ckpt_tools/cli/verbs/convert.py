@@ -165,7 +165,7 @@ def _to_torch_dist(given: Given) -> Run:
 def to_hf(given: Given) -> Run:
     """`export-hf`, and `convert --to hf`."""
     from ckpt_tools.commands.huggingface.export_hf import export_hf
-    from ckpt_tools.commands.huggingface.export_options import ExportOptions
+    from ckpt_tools.commands.huggingface.export_source import ExportOptions
 
     options = fill(ExportOptions, given)
     return lambda source, output, iteration, _tracker, progress: export_hf(

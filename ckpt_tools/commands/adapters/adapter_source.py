@@ -131,14 +131,18 @@ def read_adapter_source(
     told, told_by = _alpha(how, alpha, location.path)
     joined = _joined(adapter, tensors, is_wrapped)
     adapters = read_adapters(joined, how)
-    _check_dim(adapters, how.dim)
+    wrong = [f"{one.label}: rank {one.rank}" for one in adapters if how.dim not in (None, one.rank)]
+    if wrong:
+        raise MappingError(
+            f"{RUN_CONFIG} says that the adapters have dim {how.dim}:\n" + list_problems(wrong), wrong
+        )
     entries = {e.key: e for e in (*joined.factors.values(), *joined.others.values())}
-    whole = {} if is_wrapped else {_whole_name(key): joined.others[key] for key in joined.others}
+    whole = {
+        strip_wrappers(key).replace(WRAPPED, "."): entry
+        for key, entry in joined.others.items()
+        if not is_wrapped
+    }
     return AdapterSource(location.path, tuple(adapters), told, told_by, entries, whole, is_wrapped)
-
-
-def _whole_name(key: str) -> str:
-    return strip_wrappers(key).replace(WRAPPED, ".")
 
 
 def _joined(adapter: Opened, tensors: AdapterTensors, is_wrapped: bool) -> AdapterTensors:
@@ -204,13 +208,3 @@ def _alpha(how: AdapterSettings, given: float | None, path: str) -> tuple[float,
     if given is not None and how.alpha not in (None, given):
         raise UsageError(f"--alpha {given:g}: {RUN_CONFIG} of {path} says {how.alpha:g}; leave it out")
     return (given, "--alpha") if how.alpha is None and given is not None else (how.alpha or 0.0, RUN_CONFIG)
-
-
-def _check_dim(adapters: list[Adapter], dim: float | None) -> None:
-    wrong = [
-        f"{adapter.label}: rank {adapter.rank}" for adapter in adapters if dim not in (None, adapter.rank)
-    ]
-    if wrong:
-        raise MappingError(
-            f"{RUN_CONFIG} says that the adapters have dim {dim}:\n" + list_problems(wrong), wrong
-        )

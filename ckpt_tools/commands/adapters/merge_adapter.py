@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from ckpt_tools.commands.adapters.adapter_source import AdapterSource, read_adapter_source
-from ckpt_tools.commands.adapters.peft_source import is_peft
+from ckpt_tools.commands.adapters.peft import is_peft
 from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_fsdp_dtensor import planned, prepare_model
 from ckpt_tools.commands.convert.to_torch_dist import write_torch_dist
@@ -83,9 +83,19 @@ def plan_merge(opened: Opened, options: MergeOptions, world: int) -> Conversion:
             "checkpoints"
         )
     with _adapter_of(opened, options) as (base, source):
-        model = _read_base(base, options)
-        merged = _with_notes(merged_model(source.into(model), source.adapters, source.alpha), source)
-        made = _write(merged, base, world)
+        wanted = Wanted(ignore_keys=options.ignore_keys, unknown_keys=True)
+        advice = f"`strip {base.location.path} OUT --check-masters none` leaves them out; merge into what it writes."
+        model = read_beside_masters(base, wanted, options.write, advice)
+        if base.location.kind == "torch_dist":
+            model = replace(model, record=read_record(base.files))
+        merged = merged_model(source.into(model), source.adapters, source.alpha)
+        dropped = "weights only are written: optimizer, scheduler and random number states belong to the base"
+        merged = replace(merged, notes=(*merged.notes, *source.notes, dropped))
+        if base.location.kind == "torch_dist":
+            made = write_torch_dist(merged, base, TorchDistOptions(weights_only=True), world)
+        else:
+            target, layout = TargetOptions(weights_only=True), Layout(world=world, of_job=False)
+            made = planned(base, prepare_model(merged, base.files, target, layout), ConvertOptions(), layout)
         masters = _adapted_masters(model, source.adapters)
     use: MastersUse = "merged" if masters or keeps_masters(model) else "left_out" if model.unread else "none"
     return replace(made, masters=use, must_round=masters, fp8_recipe=model.settings.fp8_recipe)
@@ -101,30 +111,6 @@ def _adapter_of(opened: Opened, options: MergeOptions) -> Iterator[tuple[Opened,
     with open_checkpoint(options.adapter, trust_pickle=options.trust_pickle) as adapter:
         source = read_adapter_source(adapter, options.alpha, opened)
         yield opened, source
-
-
-def _read_base(base: Opened, options: MergeOptions) -> Model:
-    wanted = Wanted(ignore_keys=options.ignore_keys, unknown_keys=True)
-    advice = (
-        f"`strip {base.location.path} OUT --check-masters none` leaves them out; merge into what it writes."
-    )
-    model = read_beside_masters(base, wanted, options.write, advice)
-    if base.location.kind == "torch_dist":
-        model = replace(model, record=read_record(base.files))
-    return model
-
-
-def _with_notes(model: Model, source: AdapterSource) -> Model:
-    dropped = "weights only are written: optimizer, scheduler and random number states belong to the base"
-    return replace(model, notes=(*model.notes, *source.notes, dropped))
-
-
-def _write(model: Model, base: Opened, world: int) -> Conversion:
-    """The merged model in the format of its base."""
-    if base.location.kind == "torch_dist":
-        return write_torch_dist(model, base, TorchDistOptions(weights_only=True), world)
-    target, layout = TargetOptions(weights_only=True), Layout(world=world, of_job=False)
-    return planned(base, prepare_model(model, base.files, target, layout), ConvertOptions(), layout)
 
 
 def _adapted_masters(model: Model, adapters: tuple[Adapter, ...]) -> list[TargetTensor]:

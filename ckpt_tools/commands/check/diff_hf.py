@@ -11,19 +11,16 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from ckpt_tools.commands.huggingface.export_hf import export_tensors
-from ckpt_tools.commands.huggingface.export_options import ExportOptions
-from ckpt_tools.commands.huggingface.export_source import imported_source
-from ckpt_tools.commands.huggingface.hf_parts import (
-    families_with,
+from ckpt_tools.commands.huggingface.export_hf import ExportRequest, export_tensors
+from ckpt_tools.commands.huggingface.export_source import ExportOptions, imported_source
+from ckpt_tools.commands.huggingface.folder import families_with, read_config
+from ckpt_tools.commands.huggingface.import_hf import ImportOptions, read_huggingface
+from ckpt_tools.commands.huggingface.tensors import (
     prove_equal,
-    read_config,
     seen_as,
     without_frequencies,
 )
-from ckpt_tools.commands.huggingface.import_hf import ImportOptions, read_huggingface
-from ckpt_tools.commands.huggingface.several_parts import holds_several
-from ckpt_tools.commands.huggingface.tower_source import whole_model_if_one
+from ckpt_tools.commands.huggingface.vision_language import holds_several, whole_model_if_one
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError
 from ckpt_tools.megatron.huggingface.mapping.checks import Spec
@@ -75,7 +72,7 @@ def sides_by_export(
     imported = None
     if checkpoint.location.kind == "safetensors":
         imported = imported_source(read_huggingface(checkpoint, ImportOptions(rules=rules))[1])
-    made = export_tensors(checkpoint, options, plain.specs, whole, imported, headers)
+    made = export_tensors(checkpoint, ExportRequest(options, plain.specs, whole, imported), headers)
     notes = list(made.notes)
     if headers:
         roles = {key: role_of(key) for key in checkpoint.catalog.tensors}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools.formats.pickle.unpickle import StandIn, TorchDtype
-from ckpt_tools.megatron.huggingface.config.written_args import OF_MLA
+from ckpt_tools.megatron.huggingface.config.megatron_args import OF_MLA
 from ckpt_tools.verify.checkpoint.model_rules import decoder_layers, gated_delta_nets
 from ckpt_tools.verify.readiness.facts import Facts, before
 from ckpt_tools.verify.readiness.job import BRIDGE, MAIN

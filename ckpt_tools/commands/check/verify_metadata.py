@@ -8,8 +8,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ckpt_tools.commands.huggingface.hf_assets import documents_of
-from ckpt_tools.commands.huggingface.hf_parts import without_frequencies
+from ckpt_tools.commands.huggingface.folder import documents_of
+from ckpt_tools.commands.huggingface.tensors import (
+    without_frequencies,
+)
 from ckpt_tools.commands.look.ls import COMPLETE, iteration_row
 from ckpt_tools.errors import (
     CkptError,

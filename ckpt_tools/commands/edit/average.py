@@ -13,8 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ckpt_tools.commands.edit.mean_targets import Parts, check_alike, mean_targets, parts_of
-from ckpt_tools.commands.huggingface.hf_assets import read_assets
-from ckpt_tools.commands.huggingface.hf_parts import CONFIG, weight_files
+from ckpt_tools.commands.huggingface.folder import (
+    CONFIG,
+    read_assets,
+    weight_files,
+)
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
 from ckpt_tools.commands.job.outputs import output_directory, refuse_overlap
 from ckpt_tools.commands.job.report import Masters

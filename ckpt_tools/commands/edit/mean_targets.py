@@ -11,7 +11,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckpt_tools.commands.huggingface.hf_parts import CONFIG, read_config, refuse_adapters
+from ckpt_tools.commands.huggingface.folder import CONFIG, read_config
+from ckpt_tools.commands.huggingface.tensors import (
+    refuse_adapters,
+)
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.read_model import shared_by
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems

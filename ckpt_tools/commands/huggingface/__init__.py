@@ -2,12 +2,9 @@
 
 * `import_hf`: `import-hf`
 * `export_hf`: `export-hf`
-* `export_options`: what a user may decide about an export
-* `export_source`: what an export reads
+* `export_source`: what an export reads, and what a user may decide about it
 * `plain_to_hf`: of a plain state dict with Hugging Face names
-* `hf_directory`: weight files and what stands beside them
-* `hf_parts`: what exports and imports share
-* `hf_assets`: tokenizers and the like, which go along with a model
-* `several_parts`: a checkpoint of such a model, whole or its language model alone
-* `tower_source`: a vision-language model's directory, of which the language model is converted
+* `vision_language`: of a model of several parts: its language model, and the other parts beside it
+* `folder`: the files of a Hugging Face directory: config.json, tokenizer, weight files and their index
+* `tensors`: the tensors of such a model: those without content, with other axes, shared, or with an offset
 """

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any, get_args
 
-from ckpt_tools.commands.adapters.export_peft import plan_peft
-from ckpt_tools.commands.huggingface.export_options import ExportOptions
-from ckpt_tools.commands.huggingface.export_source import ExportSource, read_export_source
-from ckpt_tools.commands.huggingface.hf_directory import hf_directory
-from ckpt_tools.commands.huggingface.hf_parts import (
+from ckpt_tools.commands.adapters.peft import plan_peft
+from ckpt_tools.commands.huggingface.export_source import ExportOptions, ExportSource, read_export_source
+from ckpt_tools.commands.huggingface.folder import (
     families_with,
-    offset_notes,
-    offset_values,
-    prove_equal,
+    hf_directory,
     read_config,
 )
 from ckpt_tools.commands.huggingface.plain_to_hf import is_plain, plan_plain
-from ckpt_tools.commands.huggingface.several_parts import (
-    holds_several,
-    put_together,
-    reference_of,
-    with_language_settings,
-    without_others,
-)
-from ckpt_tools.commands.huggingface.tower_source import (
+from ckpt_tools.commands.huggingface.tensors import prove_equal, shifted_norms
+from ckpt_tools.commands.huggingface.vision_language import (
     WholeModel,
     check_tower,
-    other_towers,
+    holds_several,
     put_back,
+    put_together,
+    reference_of,
     tower_files,
     whole_model,
+    without_others,
 )
 from ckpt_tools.commands.job.conversion import (
     Conversion,
@@ -48,16 +40,17 @@ from ckpt_tools.commands.job.report import ConversionReport
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.locate.detect import Location
-from ckpt_tools.formats.storage.files import AnyPath, Files, path_text
+from ckpt_tools.formats.storage.files import AnyPath, path_text
 from ckpt_tools.formats.storage.joined_files import FilesBeside
 from ckpt_tools.megatron.huggingface.mapping.checks import Spec
 from ckpt_tools.megatron.huggingface.mapping.targets import Exported, export_targets
 from ckpt_tools.megatron.huggingface.quantization.block_fp8 import block_fp8_of, quantized_tensors
 from ckpt_tools.megatron.huggingface.quantization.quantized import SETTINGS
-from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.megatron.huggingface.vision.tower_targets import language_settings
 from ckpt_tools.model.choices import Quantization
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.target import InlineTensor, Target, TargetTensor, rebase
+from ckpt_tools.model.views import Source
 from ckpt_tools.plan.weight_files import build_safetensors_plan
 
 
@@ -82,6 +75,20 @@ def export_hf(
 
 
 @dataclass(frozen=True, slots=True)
+class ExportRequest:
+    """What is to be exported.
+
+    `present` are the tensors of a model that it is compared with, whose names it gets; of a `whole` vision-language
+    model it is the language model. `source` is what is exported where that was read already.
+    """
+
+    options: ExportOptions
+    present: Iterable[str] = ()
+    whole: WholeModel | None = None
+    source: ExportSource | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ExportTensors:
     """A checkpoint as the tensors of a Hugging Face model: what each is made of."""
 
@@ -91,70 +98,53 @@ class ExportTensors:
     notes: tuple[str, ...]
 
 
-def export_tensors(
-    opened: Opened,
-    options: ExportOptions,
-    present: Iterable[str] = (),
-    whole: WholeModel | None = None,
-    source: ExportSource | None = None,
-    headers: bool = False,
-) -> ExportTensors:
+def export_tensors(opened: Opened, request: ExportRequest, headers: bool = False) -> ExportTensors:
     """The Hugging Face tensors of a checkpoint of either format. Raises as `export_hf`, short of writing.
 
-    `present` are the tensors of a model that it is compared with, whose names it gets; of a `whole` model it is the
-    language model. `source` is what is exported where that was read already. With `headers` no payload is read, and
-    values that are shared or computed are not looked at.
+    With `headers` no payload is read, and values that are shared or computed are not looked at.
     """
-    source, exported = describe_export(opened, options, present, whole, source)
-    if headers:
-        return ExportTensors(source, exported, exported.tensors, (*source.notes, *exported.notes))
-    prove_equal(opened.files, source.catalog, source.bases, exported.equal)
-    tensors = rebase(exported.tensors, source.bases, _shapes(source.catalog))
-    ready, notes = _with_offsets(opened.files, source.catalog, tensors, exported.offsets)
-    return ExportTensors(source, exported, tuple(ready), (*source.notes, *exported.notes, *notes))
-
-
-def describe_export(
-    opened: Opened,
-    options: ExportOptions,
-    present: Iterable[str] = (),
-    whole: WholeModel | None = None,
-    source: ExportSource | None = None,
-) -> tuple[ExportSource, Exported]:
-    """What is exported of a checkpoint and as which tensors, from its metadata. Raises as `export_tensors`."""
+    options, whole, source = request.options, request.whole, request.source
     if options.dtype is not None and options.dtype not in CASTABLE:
         raise UsageError(f"--dtype {options.dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
     for option, number in (("--vocab-size", options.vocab_size), ("--tp", options.tp)):
         if number is not None and number < 1:
             raise UsageError(f"{option} {number}: a number from 1 is expected")
-    check = None if options.check_masters == "none" else options.write
     if source is None:
+        check = None if options.check_masters == "none" else options.write
         source = read_export_source(opened, options.dtype, options.tp, options.ignore_keys, check)
     if source.beside is not None:
-        return _describe_several(source, options, whole)
-    if whole is None:
-        reference = read_config(options.hf_config) if options.hf_config else None
-        return source, _export(source, options, reference, present)
-    exported = _export(source, options, dict(whole.tower.config), whole=whole)
-    return source, put_back(exported, whole)
+        source, exported = _export_several(source, request)
+    elif whole is not None:
+        exported = put_back(_export(source, request, whole.tower.config), whole)
+    else:
+        exported = _export(source, request, read_config(options.hf_config) if options.hf_config else None)
+    if headers:
+        return ExportTensors(source, exported, exported.tensors, (*source.notes, *exported.notes))
+    prove_equal(opened.files, source.catalog, source.bases, exported.equal)
+    shapes = {key: entry.shape for key, entry in source.catalog.tensors.items()}
+    tensors = rebase(exported.tensors, source.bases, shapes)
+    shifted, notes = shifted_norms(opened.files, source.catalog, tensors, exported.offsets)
+    ready = [
+        InlineTensor(t.key, t.dtype, t.shape, shifted[t.key]) if t.key in shifted else t for t in tensors
+    ]
+    return ExportTensors(source, exported, tuple(ready), (*source.notes, *exported.notes, *notes))
 
 
-def _describe_several(
-    source: ExportSource, options: ExportOptions, compared: WholeModel | None
-) -> tuple[ExportSource, Exported]:
-    """What is exported of a vision-language model: all of it, or with --tower its language model."""
-    alone = options.tower is not None
-    reference, whole = reference_of(source, options.hf_config, alone, compared)
-    source = with_language_settings(source, whole)
+def _export_several(source: ExportSource, request: ExportRequest) -> tuple[ExportSource, Exported]:
+    """A vision-language model: all of it, or with --tower its language model."""
+    options = request.options
+    reference, whole = reference_of(source, options.hf_config, options.tower is not None, request.whole)
+    if source.settings is not None:
+        config = None if whole is None else whole.config
+        source = replace(source, settings=language_settings(source.settings, config))
+    others = set(source.beside or ())
+    language = {name: base for name, base in source.bases.items() if name not in others}
     if whole is None:
-        source = without_others(source)
-        return source, _export(source, options, reference)
+        source = without_others(source, language)
+        return source, _export(source, request, reference)
+    exported = _export(replace(source, bases=language), replace(request, whole=whole), reference)
     specs = _specs(source)
     beside = {name: specs[name] for name in source.beside or ()}
-    language = replace(
-        source, bases={name: base for name, base in source.bases.items() if name not in beside}
-    )
-    exported = _export(language, options, reference, whole=whole)
     return source, put_together(exported, whole, beside, options.dtype)
 
 
@@ -162,14 +152,9 @@ def _specs(source: ExportSource) -> dict[str, Spec]:
     return {name: Spec(source.types.get(name, base.dtype), base.shape) for name, base in source.bases.items()}
 
 
-def _export(
-    source: ExportSource,
-    options: ExportOptions,
-    reference: Mapping[str, Any] | None,
-    present: Iterable[str] = (),
-    whole: WholeModel | None = None,
-) -> Exported:
+def _export(source: ExportSource, request: ExportRequest, reference: Mapping[str, Any] | None) -> Exported:
     """The tensors of a language model, as one of its own. Raises as `export_targets`."""
+    options, whole, present = request.options, request.whole, request.present
     families = families_with(options.rules, reference)
     if whole is not None:
         families, present = whole.tower.families(families), whole.tower.names
@@ -196,7 +181,7 @@ def plan_export(opened: Opened, options: ExportOptions, world: int = 1) -> Conve
         return plan_plain(opened, options, options.hf_config)
     is_part = options.tower is not None and not holds_several(opened.catalog)
     whole = whole_model(options.hf_config) if is_part and options.hf_config else None
-    made = _as_asked(export_tensors(opened, options, whole=whole), options)
+    made = _as_asked(export_tensors(opened, ExportRequest(options, whole=whole)), options)
     if whole is not None:
         made = _with_other_towers(made, whole)
     source, exported = made.source, made.exported
@@ -220,7 +205,10 @@ def plan_export(opened: Opened, options: ExportOptions, world: int = 1) -> Conve
 
 def _with_other_towers(made: ExportTensors, whole: WholeModel) -> ExportTensors:
     """The whole model: its language model, and the other towers as its directory has them."""
-    others = other_towers(whole)
+    others = tuple(
+        TargetTensor(key, entry.dtype, entry.shape, (Source(entry.key),))
+        for key, entry in whole.others.items()
+    )
     source = made.source.catalog
     catalog = replace(
         source, tensors={**source.tensors, **{entry.key: entry for entry in whole.others.values()}}
@@ -255,28 +243,6 @@ def _as_asked(made: ExportTensors, options: ExportOptions) -> ExportTensors:
         ready=found.tensors,
         notes=(*made.notes, found.note),
     )
-
-
-def _with_offsets(
-    stored: Files, catalog: Catalog, tensors: Sequence[TargetTensor], offsets: Mapping[str, float]
-) -> tuple[list[TargetTensor | InlineTensor], list[str]]:
-    """Tensors with an offset as their bytes, which are few; and what rounding did to them."""
-    ready: list[TargetTensor | InlineTensor] = []
-    changed, elements = {}, 0
-    for tensor in tensors:
-        if tensor.key not in offsets:
-            ready.append(tensor)
-            continue
-        data, lost = offset_values(stored, catalog, tensor, offsets[tensor.key])
-        ready.append(InlineTensor(tensor.key, tensor.dtype, tensor.shape, data))
-        elements += prod(tensor.shape)
-        if lost:
-            changed[tensor.key] = lost
-    return ready, offset_notes(offsets, changed, elements)
-
-
-def _shapes(catalog: Catalog) -> dict[str, tuple[int, ...]]:
-    return {key: entry.shape for key, entry in catalog.tensors.items()}
 
 
 def _open(source: str, options: ExportOptions) -> Opened:

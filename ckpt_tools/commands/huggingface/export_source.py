@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from ckpt_tools.commands.huggingface.folder import DEFAULT_SHARD_SIZE
+from ckpt_tools.commands.job.conversion import (
+    SourceOptions,
+)
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.read_model import (
     Wanted,
@@ -24,9 +29,29 @@ from ckpt_tools.megatron.hybrid import as_gpt, is_hybrid
 from ckpt_tools.megatron.keys import is_optimizer_key, one_expert
 from ckpt_tools.megatron.run_state.settings import training_dtype
 from ckpt_tools.model.catalog import Catalog, Value
+from ckpt_tools.model.choices import CheckLevel, Quantization, TowerName
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import TargetTensor
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions(SourceOptions):
+    """What a user may decide about an export; the defaults let the checkpoint decide."""
+
+    hf_config: str | None = None  # directory of the original Hugging Face model
+    rules: Path | None = None  # a rule file
+    dtype: str | None = None
+    vocab_size: int | None = None
+    max_shard_bytes: int = DEFAULT_SHARD_SIZE
+    mtp_copies: bool = False
+    tp: int | None = None  # tensor-parallel size of the job that wrote an fsdp_dtensor checkpoint
+    quantize: Quantization | None = None
+    peft: bool = False  # the checkpoint's adapter (LoRA) as a PEFT directory
+    tower: TowerName | None = None  # the part that it is of the model in `hf_config`
+    check_masters: CheckLevel = "sample"  # of the stored weights' masters, whether they are exported or not
+    alpha: float | None = None  # its scale times its rank, where nothing stored tells it
+
 
 _WIDE = ("float32", "float64")  # what an fp32 master says more to than the weight
 

@@ -5,27 +5,28 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import prod
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpt_tools.commands.adapters.peft_source import merge_peft, peft_files
+from ckpt_tools.commands.adapters.peft import merge_peft, peft_files
 from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_fsdp_dtensor import planned, prepare_model
 from ckpt_tools.commands.convert.to_torch_dist import write_torch_dist
 from ckpt_tools.commands.convert.version_2 import VERSION_2, for_version_2
-from ckpt_tools.commands.huggingface.hf_parts import (
+from ckpt_tools.commands.huggingface.folder import (
     families_with,
-    offset_notes,
-    offset_values,
-    prove_equal,
     read_config,
+    unread_notes,
+)
+from ckpt_tools.commands.huggingface.tensors import (
+    prove_equal,
     refuse_adapters,
     seen_as,
-    unread_notes,
+    shifted_norms,
     without_frequencies,
 )
-from ckpt_tools.commands.huggingface.tower_source import check_tower, tower_alone
+from ckpt_tools.commands.huggingface.vision_language import check_tower, tower_alone
 from ckpt_tools.commands.job.conversion import Conversion, Progress, RunOptions, Writer, convert
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.outputs import in_root, refuse_overlap
@@ -47,7 +48,6 @@ from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.huggingface.lora.peft import MERGE_WITH_PEFT
 from ckpt_tools.megatron.huggingface.mapping.checks import Spec
 from ckpt_tools.megatron.huggingface.mapping.model_tensors import shared_head
-from ckpt_tools.megatron.huggingface.mapping.rules import Family
 from ckpt_tools.megatron.huggingface.mapping.targets import Imported, import_targets
 from ckpt_tools.megatron.huggingface.quantization.quantized import dequantized
 from ckpt_tools.megatron.huggingface.vision.tower_targets import imported_whole, known_to_bridge
@@ -132,7 +132,10 @@ def plan_import(opened: Opened, options: ImportOptions, world: int) -> Conversio
         if layout.name == VERSION_2:
             prepared = for_version_2(prepared, model.common, layout)
         made = planned(opened, prepared, ConvertOptions(target), layout)
-    job = _with_tokens(made.job or TargetJob(TargetRecord()), imported, model.common)
+    tokens = imported.args["vocab_size"]  # the vocabulary's real size, which config.json tells
+    rows = vocabulary(((t.key, t.shape) for t in imported.tensors), model.common.args, tokens)
+    job = made.job or TargetJob(TargetRecord())
+    job = replace(job, record=replace(job.record, tokens=tokens), vocabulary=rows)
     return replace(
         made,
         iteration=options.iteration,
@@ -223,13 +226,19 @@ def _read_tensors(
     catalog: Catalog, specs: Mapping[str, Spec], config: Mapping[str, Any], options: ImportOptions
 ) -> _Read:
     """The parameters of a language model; of a vision-language model all parts, or its language model alone."""
+    read = partial(
+        import_targets,
+        dtype=options.dtype,
+        vocab_multiple=DIVISOR * _tp(options),
+        vocab_rows=options.vocab_size_padded,
+    )
     if options.tower is None and not _has_towers(options, config):
-        return _Read(catalog, _by_rules(specs, config, options, families_with(options.rules, config)))
+        return _Read(catalog, read(specs, config, families=families_with(options.rules, config)))
     if options.tower is None:
         known_to_bridge(config)
     catalog, named, tower = tower_alone(catalog, specs, config)
     families = tower.families(families_with(options.rules, tower.config))
-    imported = _by_rules(named, tower.config, options, families)
+    imported = read(named, tower.config, families=families)
     if options.tower is None:
         whole = imported_whole(imported, config, tower, specs, options.dtype)
         return _Read(catalog, whole, notes=(f"for Megatron-Bridge, which alone trains a {config[TYPE]}",))
@@ -241,37 +250,17 @@ def _has_towers(options: ImportOptions, config: Mapping[str, Any]) -> bool:
     return options.tower is None and options.rules is None and config.get(TYPE) in vision_language_types()
 
 
-def _by_rules(
-    specs: Mapping[str, Spec],
-    config: Mapping[str, Any],
-    options: ImportOptions,
-    families: Mapping[str, Family],
-) -> Imported:
-    return import_targets(
-        specs,
-        config,
-        dtype=options.dtype,
-        vocab_multiple=DIVISOR * _tp(options),
-        vocab_rows=options.vocab_size_padded,
-        families=families,
-    )
-
-
 def _with_offsets(files: Files, catalog: Catalog, imported: Imported) -> tuple[Catalog, Imported, list[str]]:
     """Norms that Megatron stores as weight - 1 where the model's class takes the weight, made by a kernel."""
-    tensors, made, changed, elements = list(imported.tensors), dict(catalog.tensors), dict[str, int](), 0
+    _, notes = shifted_norms(files, catalog, imported.tensors, imported.offsets)
+    tensors, made = list(imported.tensors), dict(catalog.tensors)
     for i, target in enumerate(tensors):
-        if target.key not in imported.offsets:
-            continue
-        offset = imported.offsets[target.key]
-        _, lost = offset_values(files, catalog, target, offset)
-        changed |= {target.key: lost} if lost else {}
-        elements += prod(target.shape)
-        key = f"{target.sources[0].key} {offset:+g}"
-        exact = Value("float32", target.shape, target.sources)
-        made[key] = made_entry(key, Made(AddNumber(target.dtype, offset), (exact,)))
-        tensors[i] = replace(target, sources=(Source(key),))
-    notes = offset_notes(imported.offsets, changed, elements)
+        if target.key in imported.offsets:
+            offset = imported.offsets[target.key]
+            key = f"{target.sources[0].key} {offset:+g}"
+            exact = Value("float32", target.shape, target.sources)
+            made[key] = made_entry(key, Made(AddNumber(target.dtype, offset), (exact,)))
+            tensors[i] = replace(target, sources=(Source(key),))
     return replace(catalog, tensors=made), replace(imported, tensors=tuple(tensors)), notes
 
 
@@ -330,13 +319,6 @@ def _tp(options: ImportOptions) -> int:
     return 1 if size is None else size.ranks
 
 
-def _with_tokens(job: TargetJob, imported: Imported, common: CommonState) -> TargetJob:
-    """The job with the vocabulary's real size, which config.json tells."""
-    tokens = imported.args["vocab_size"]
-    rows = vocabulary(((t.key, t.shape) for t in imported.tensors), common.args, tokens)
-    return replace(job, record=replace(job.record, tokens=tokens), vocabulary=rows)
-
-
 def _model(catalog: Catalog, imported: Imported, common: CommonState, options: ImportOptions) -> Model:
     """The imported weights as a model."""
     found = []
@@ -378,21 +360,16 @@ def _open(source: str, options: ImportOptions) -> Opened:
     except BaseException as error:
         files.close()
         if isinstance(error, UnsupportedCheckpointError):
-            _refuse_foreign(folder)
+            try:
+                locate(folder)
+            except ForeignFormatError:  # another program's files, which it makes a model of
+                raise
+            except CkptError:
+                pass
         raise
     if options.adapter is not None:
         files = FilesBeside(files, [peft_files(options.adapter)])
     return Opened(Location("safetensors", folder), files, catalog, CommonState({}, None))
-
-
-def _refuse_foreign(folder: str) -> None:
-    """Raise ForeignFormatError if another program's files, which it makes a model of."""
-    try:
-        locate(folder)
-    except ForeignFormatError:
-        raise
-    except CkptError:
-        return
 
 
 def _place(source: str, location: Location, output: str, options: ImportOptions) -> Output:

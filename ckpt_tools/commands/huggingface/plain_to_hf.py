@@ -18,12 +18,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.commands.huggingface.hf_directory import hf_directory
-from ckpt_tools.commands.huggingface.hf_parts import (
+from ckpt_tools.commands.huggingface.folder import (
     architecture_of,
     families_with,
-    prove_equal,
+    hf_directory,
     read_config,
+)
+from ckpt_tools.commands.huggingface.tensors import (
+    prove_equal,
     without_frequencies,
 )
 from ckpt_tools.commands.job.conversion import Conversion
@@ -56,7 +58,7 @@ from ckpt_tools.model.views import Source
 from ckpt_tools.plan.weight_files import build_safetensors_plan
 
 if TYPE_CHECKING:
-    from ckpt_tools.commands.huggingface.export_options import ExportOptions
+    from ckpt_tools.commands.huggingface.export_source import ExportOptions
 
 _TYPES = ("dtype", "torch_dtype")  # what transformers 5 and 4 call the weights' type
 
@@ -81,7 +83,8 @@ def plan_plain(opened: Opened, options: ExportOptions, hf_config: str) -> Conver
     model = named_model(catalog, expected.shapes)
     entries = {name: catalog.tensors[key] for name, key in model.keys.items()}
     equal, extra = expected.superfluous(sorted(entries.keys() - expected.shapes.keys()))
-    problems = [*_misfits(entries, expected, set(extra)), *_strays(model, expected)]
+    problems = [*_misfits(entries, expected, set(extra))]
+    problems += [f"{key}: {expected.told_by} knows of no such tensor" for key in model.stray]
     if problems:
         raise _not_that_model(opened, hf_config, expected, model, problems)
     bases = {name: Value(one.dtype, one.shape, (Source(one.key),)) for name, one in entries.items()}
@@ -159,10 +162,6 @@ def _misfits(entries: Mapping[str, TensorEntry], expected: Expected, superfluous
     for name, entry in entries.items():
         if name not in expected.shapes and name not in superfluous:
             yield f"{entry.key}: {expected.told_by} knows of no {name}"
-
-
-def _strays(model: NamedModel, expected: Expected) -> Iterator[str]:
-    yield from (f"{key}: {expected.told_by} knows of no such tensor" for key in model.stray)
 
 
 def _not_that_model(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ckpt_tools.commands.huggingface.hf_parts import CONFIG, read_config
+from ckpt_tools.commands.huggingface.folder import CONFIG, read_config
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.read_model import READ, Wanted, read_model
 from ckpt_tools.errors import NEVER_FINDINGS, CkptError, UsageError

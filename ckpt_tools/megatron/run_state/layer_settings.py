@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpt_tools.errors import MappingError, UsageError
-from ckpt_tools.megatron.huggingface.config.layer_patterns import TURNS, in_turns
+from ckpt_tools.megatron.huggingface.config.layer_patterns import TURNS, in_turns, indexer_layers, sharing
 from ckpt_tools.megatron.huggingface.config.ledger import arguments, config_fields_of, short
-from ckpt_tools.megatron.huggingface.config.sparse_attention import indexer_layers, sharing
 
 _COUNTS = ("num_layers", "encoder_num_layers", "num_hidden_layers", "n_layer", "depth")
 # An entry for each layer, in a list or a text; those of TURNS can be a number in its place.

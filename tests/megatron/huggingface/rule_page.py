@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ckpt_tools.megatron.huggingface.config.codecs import DEFAULTS, FORMS
 from ckpt_tools.megatron.huggingface.families import rulefile
 from ckpt_tools.megatron.huggingface.families.file_places import first_line
-from ckpt_tools.megatron.huggingface.families.forms import DEFAULTS, FORMS
-from ckpt_tools.megatron.huggingface.families.pieces import pieces
+from ckpt_tools.megatron.huggingface.families.rule_items import pieces
 from ckpt_tools.megatron.huggingface.mapping.layouts import JOINED, LAYOUTS
 from ckpt_tools.megatron.huggingface.mapping.rules import CONDITIONS, DIMENSIONS
 from tests.conftest import REPO

@@ -13,21 +13,28 @@ from safetensors.numpy import load_file, save_file
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.errors import CkptError, MappingError, UsageError
+from ckpt_tools.megatron.huggingface.config.codecs import DEFAULTS, FORMS
 from ckpt_tools.megatron.huggingface.config.config import read_config
 from ckpt_tools.megatron.huggingface.families import families as known
 from ckpt_tools.megatron.huggingface.families.families import FAMILIES, FOLDER, Families
 from ckpt_tools.megatron.huggingface.families.file_places import first_line
-from ckpt_tools.megatron.huggingface.families.forms import DEFAULTS, FORMS
 from ckpt_tools.megatron.huggingface.families.identify import family_of_config
-from ckpt_tools.megatron.huggingface.families.pieces import pieces
+from ckpt_tools.megatron.huggingface.families.rule_items import pieces
 from ckpt_tools.megatron.huggingface.families.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.mapping.layouts import JOINED, LAYOUTS
 from ckpt_tools.megatron.huggingface.mapping.rules import Family, OneOf
 from ckpt_tools.megatron.huggingface.mapping.targets import export_targets, import_targets
+from ckpt_tools.megatron.huggingface.vision.vision_language import vision_language, vision_language_types
 from tests.conftest import REPO
 from tests.megatron.huggingface import rule_page
 from tests.megatron.huggingface.by_rules import BASE, DEEPSEEK, assert_same, directory, exported, imported
+from tests.megatron.huggingface.family_table import GIVEN, INSIDE, PAGE, classes, page
 from tests.megatron.huggingface.materialise import specs
+from tests.megatron.huggingface.models import CONFIGS, NOT_IN_MEGATRON, family_of, installed
+from tests.megatron.huggingface.test_moe_families import RELEASED
+from tests.megatron.huggingface.test_released_configs import RELEASED as DENSE
+from tests.megatron.huggingface.vision_language import KINDS
+from tests.peers.test_vision_language import CASES as BRIDGE
 
 EXAMPLE = REPO / "example-scripts" / "huggingface_family.yaml"
 
@@ -323,3 +330,30 @@ def test_what_a_class_takes_without_a_field_counts_for_the_fields_beside_it() ->
     assert scaling is not None and (scaling["rope_type"], scaling["factor"]) == ("yarn", 32.0)
     plain = {**oss, "rope_scaling": {"rope_type": "default"}}
     assert read_config(FAMILIES["gpt_oss"], plain).rope_scaling == (None,)
+
+
+def test_the_page_is_what_the_lists_make() -> None:
+    """Otherwise: `python -m tests.megatron.huggingface.family_table`."""
+    assert PAGE.read_text() == page()
+
+
+def test_every_vision_language_model_is_tested_both_ways() -> None:
+    ruled = {name for name in vision_language_types() if vision_language(name).rules}
+    assert ruled == KINDS.keys() and BRIDGE.keys() <= ruled
+
+
+def test_every_family_is_tested_both_ways() -> None:
+    """As a tiny model of transformers, or by its rules alone."""
+    tiny = {family_of(variant) for variant in CONFIGS}
+    released = {family_of_config(config).name for config in (*RELEASED.values(), *DENSE.values())}
+    assert tiny | released | INSIDE.keys() == FAMILIES.keys()
+    assert GIVEN.keys() <= tiny and CONFIGS.keys() >= set(NOT_IN_MEGATRON)
+    known = {kind for names in classes().values() for kind in names}
+    assert known == {kind for kind, _ in CONFIGS.values()}
+
+
+def test_the_classes_of_a_release_are_those_that_are_recorded() -> None:
+    transformers = pytest.importorskip(
+        "transformers", reason="the optional peer transformers is not installed"
+    )
+    assert classes()[transformers.__version__] == {kind for kind, _ in installed().values()}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ckpt_tools.megatron.huggingface.config.config import read_config
-from ckpt_tools.megatron.huggingface.config.read_args import read_model_args
+from ckpt_tools.megatron.huggingface.config.megatron_args import read_model_args
 from ckpt_tools.megatron.huggingface.families.families import FAMILIES, Families
 from ckpt_tools.megatron.huggingface.families.identify import detect_family
 from ckpt_tools.megatron.huggingface.families.rulefile import load_rule_file

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from ckpt_tools.commands.huggingface.import_hf import ImportOptions, import_hf
-from ckpt_tools.megatron.huggingface.config.read_args import read_model_args
+from ckpt_tools.megatron.huggingface.config.megatron_args import read_model_args
 from ckpt_tools.megatron.huggingface.mapping.rules import expand
 from ckpt_tools.megatron.huggingface.mapping.targets import export_targets
 from tests.conftest import REPO

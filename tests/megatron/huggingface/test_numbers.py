@@ -10,7 +10,7 @@ import pytest
 
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.huggingface.config.config import read_config
-from ckpt_tools.megatron.huggingface.config.read_args import read_model_args
+from ckpt_tools.megatron.huggingface.config.megatron_args import read_model_args
 from ckpt_tools.megatron.huggingface.families.families import FAMILIES
 from ckpt_tools.megatron.huggingface.mapping.rules import Rule, expand
 

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_file as load_torch
 
 from ckpt_tools.commands.huggingface.export_hf import export_hf
-from ckpt_tools.commands.huggingface.export_options import ExportOptions
+from ckpt_tools.commands.huggingface.export_source import ExportOptions
 from ckpt_tools.commands.huggingface.import_hf import ImportOptions, import_hf
 from ckpt_tools.commands.job.report import ConversionReport
 from ckpt_tools.errors import (

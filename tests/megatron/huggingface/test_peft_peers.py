@@ -23,7 +23,7 @@ from safetensors.torch import load_file  # noqa: E402  # after the skip
 from ckpt_tools.commands.adapters.merge_adapter import merge_adapter  # noqa: E402
 from ckpt_tools.commands.edit.strip import strip_checkpoint  # noqa: E402
 from ckpt_tools.commands.huggingface.export_hf import export_hf  # noqa: E402
-from ckpt_tools.commands.huggingface.export_options import ExportOptions  # noqa: E402
+from ckpt_tools.commands.huggingface.export_source import ExportOptions  # noqa: E402
 from ckpt_tools.commands.huggingface.import_hf import ImportOptions, import_hf  # noqa: E402
 from tests.conftest import DATA  # noqa: E402
 from tests.megatron.adapter_checkpoints import AdapterFolder, canonical, lora  # noqa: E402

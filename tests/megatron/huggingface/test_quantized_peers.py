@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers", reason="the optional peer tra
 from safetensors.torch import load_file  # noqa: E402  # after the skip
 
 from ckpt_tools.commands.huggingface.export_hf import export_hf  # noqa: E402
-from ckpt_tools.commands.huggingface.export_options import ExportOptions  # noqa: E402
+from ckpt_tools.commands.huggingface.export_source import ExportOptions  # noqa: E402
 from ckpt_tools.commands.huggingface.import_hf import import_hf  # noqa: E402
 from tests.megatron.huggingface.quantized_models import (  # noqa: E402
     Quantized,

@@ -15,7 +15,7 @@ from ckpt_tools.megatron.huggingface.families.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.mapping.targets import export_targets, import_targets
 from tests.megatron.huggingface.by_rules import LLAMA, assert_same, directory, exported, imported
 from tests.megatron.huggingface.materialise import materialise, specs
-from tests.megatron.huggingface.test_glm import GLM
+from tests.megatron.huggingface.test_moe_families import GLM
 
 MINE = """
 family: mine

@@ -7,8 +7,8 @@ from functools import cache
 
 import pytest
 
-from ckpt_tools.megatron.huggingface.config.read_args import read_model_args
-from ckpt_tools.megatron.huggingface.families import told_by as table
+from ckpt_tools.megatron.huggingface.config.megatron_args import read_model_args
+from ckpt_tools.megatron.huggingface.families import identify as table
 from ckpt_tools.megatron.huggingface.families.families import FAMILIES
 from ckpt_tools.megatron.huggingface.families.file_places import parse_rule_source, twice
 from ckpt_tools.megatron.huggingface.families.identify import REFUSED, without_modules

@@ -12,8 +12,7 @@ from math import isclose
 from typing import Any
 
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
-from ckpt_tools.megatron.huggingface.config.config_fields import REQUIRED
-from ckpt_tools.megatron.huggingface.config.field_values import Config
+from ckpt_tools.megatron.huggingface.config.codecs import REQUIRED, Config
 from ckpt_tools.megatron.huggingface.config.model_args import ModelArgs, frozen
 from ckpt_tools.megatron.huggingface.config.numbers import bounded
 from ckpt_tools.megatron.huggingface.config.rope_args import GPT_OSS_SCALING, RELEASED_GPT_OSS_SCALING
@@ -224,11 +223,7 @@ def _plain(value: Any) -> Any:
 
 
 def refuse_quantized(config: Config) -> None:
-    """Nothing, for a model whose weights are stored as values.
-
-    Raises:
-        UnsupportedCheckpointError: they are stored as codes and scales.
-    """
+    """Raise UnsupportedCheckpointError if the weights are stored as codes and scales."""
     quantized = config.get("quantization_config")
     if quantized:
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized

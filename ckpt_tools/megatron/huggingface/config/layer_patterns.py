@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ckpt_tools.errors import MappingError, list_problems
@@ -14,6 +14,8 @@ TURNS: Mapping[str, Callable[[int, int], bool]] = {
     "window_attn_skip_freq": lambda layer, n: (layer + 1) % n != 0,
     "no_rope_freq": lambda layer, n: (layer + 1) % n == 0,
 }
+
+KINDS = "M*-EP"  # Mamba, attention, MLP, experts: layers of their own in a HybridModel; or (Falcon-H1) three in one
 
 
 def in_turns(name: str, n: int, layers: int) -> tuple[int, ...]:
@@ -118,3 +120,42 @@ def _pattern(values: object, layers: int, name: str) -> tuple[int, ...]:
     if problems:
         raise MappingError(f"{name} in the checkpoint's args:\n" + list_problems(problems), problems)
     return tuple(int(value) for value in pattern)
+
+
+def hybrid_pattern(told: object) -> str:
+    """The kind of each layer of the decoder, from Megatron's pattern.
+
+    Bars cut it for pipelines. What stands behind a slash is the pattern of a prediction layer.
+    """
+    pattern = "".join(str(told).partition("/")[0].replace("|", "").split())
+    strange = sorted(set(pattern) - set(KINDS))
+    if strange:
+        raise MappingError(
+            f"hybrid pattern {str(told)[:60]!r}: {', '.join(map(repr, strange))} is not one of {', '.join(KINDS)}"
+        )
+    return pattern
+
+
+def indexer_layers(layers: int, freq: int, offset: int) -> tuple[int, ...]:
+    """1 for every layer with an indexer, 0 for one that takes over the choice before it; () where all have one.
+
+    Megatron's dsa.py `is_dsa_skip_topk_layer`, and transformers' `GlmMoeDsaConfig`, which counts layers from 0.
+    """
+    first = max(offset, 1)
+    pattern = tuple(int(max(number - first, 0) % max(freq, 1) == 0) for number in range(1, layers + 1))
+    return () if all(pattern) else pattern
+
+
+def sharing(pattern: Sequence[int]) -> tuple[int, int]:
+    """`dsa_indexer_topk_freq` and `dsa_indexer_skip_topk_offset` of a pattern."""
+    if all(pattern):
+        return 1, 0
+    offset = list(pattern).index(0)
+    behind = [layer for layer in range(offset, len(pattern)) if pattern[layer]]
+    freq = (behind[0] if behind else len(pattern)) - offset + 1
+    if not offset or indexer_layers(len(pattern), freq, offset) != tuple(pattern):
+        raise MappingError(
+            f"layers with an indexer are {list(pattern)}; in Megatron the first ones have one, and every n-th layer "
+            "after them"
+        )
+    return freq, offset

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.huggingface.config.config import NESTED, V4_ROPE
 from ckpt_tools.megatron.huggingface.config.layer_patterns import windows_said_again
+from ckpt_tools.megatron.huggingface.config.megatron_args import as_text, flat_args
 from ckpt_tools.megatron.huggingface.config.model_args import ModelArgs
-from ckpt_tools.megatron.huggingface.config.read_args import as_text, flat_args
 from ckpt_tools.megatron.huggingface.mapping.rules import Family, allows, first_of
 
 MAX_VALUE_CHARS = 60
@@ -233,13 +233,12 @@ def is_unset(value: Any) -> bool:
     return value is None or (isinstance(value, int | float | str | list | tuple | dict) and not value)
 
 
-def _name(name: object) -> str:
-    """A setting's name as text of one line, whatever it is."""
-    return name if isinstance(name, str) and name.isidentifier() else short(name)
-
-
 def _unknown(found: Iterable[tuple[str, Any]]) -> tuple[str, ...]:
-    texts = sorted(f"{_name(name)}={short(value)}" for name, value in found if not is_unset(value))
+    texts = sorted(
+        f"{name if isinstance(name, str) and name.isidentifier() else short(name)}={short(value)}"
+        for name, value in found
+        if not is_unset(value)
+    )
     if not texts:
         return ()
     shown = ", ".join(texts[:20]) + (f" and {len(texts) - 20} more" if len(texts) > 20 else "")

@@ -88,7 +88,7 @@ class ModelArgs:
     qk_head_dim: int = 0
     qk_pos_emb_head_dim: int = 0
     v_head_dim: int = 0
-    dsa_indexer_n_heads: int = 0  # 0 for a model without an indexer (sparse_attention.py)
+    dsa_indexer_n_heads: int = 0  # 0 for a model without an indexer (megatron_args.py)
     dsa_indexer_head_dim: int = 0
     dsa_indexer_topk: int = 0
     dsa_indexer_rope_interleaved: bool | None = None

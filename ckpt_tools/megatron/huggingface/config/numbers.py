@@ -49,11 +49,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def refuse_absurd(config: object) -> None:
-    """Nothing, for settings whose sizes can be those of a model.
-
-    Raises:
-        MappingError: a size is not a whole number or beyond all bounds; all of them are named.
-    """
+    """Raise MappingError, naming all of them, if sizes are not whole numbers or beyond all bounds."""
     if not isinstance(config, Mapping):
         return
     problems = []

@@ -29,7 +29,7 @@ def rope_scaling(args: Mapping[str, Any], kind: str, mla: bool) -> tuple[RopeSca
         told = args.get("yarn_rotary_scaling_factor") or args.get("rotary_scaling_factor") or 1.0
         return (_yarn(args, float(told)),)
     if rotary_bases(args)[1] is not None and args.get("rope_scaling_factor") not in (None, 1, 1.0):
-        return (_linear(args["rope_scaling_factor"]),)
+        return ({"rope_type": "linear", "factor": float(args["rope_scaling_factor"])},)
     return _llama3_or_linear(args, bridge="share_embeddings_and_output_weights" in args)
 
 
@@ -44,11 +44,8 @@ def _llama3_or_linear(args: Mapping[str, Any], bridge: bool) -> tuple[RopeScalin
     )
     if length is None or length == 1:
         return (None,)
-    return (_linear(length),) if bridge else (None, _linear(length))
-
-
-def _linear(factor: float) -> dict[str, Any]:
-    return {"rope_type": "linear", "factor": float(factor)}
+    linear = {"rope_type": "linear", "factor": float(length)}
+    return (linear,) if bridge else (None, linear)
 
 
 def rotary_bases(args: Mapping[str, Any]) -> tuple[float, float | None]:
@@ -139,16 +136,11 @@ def read_rope(scaling: Mapping[str, Any] | None, config: Mapping[str, Any]) -> t
                 known["attention_factor"] = own
     elif kind != "linear":
         raise MappingError(f"Megatron has no {kind!r} scaling")
-    _refuse_rest(kind, settings, is_told)
-    return (known,)
-
-
-def _refuse_rest(kind: str, settings: Mapping[str, Any], has_factor: bool) -> None:
-    """Nothing, for a scaling that is said whole and with nothing beside."""
     if settings:
         raise MappingError(f"Megatron cannot set {settings} of {kind!r} scaling")
-    if not has_factor:
+    if not is_told:
         raise MappingError(f"{kind!r} scaling without a factor, which transformers 4 cannot load")
+    return (known,)
 
 
 def _refuse_two_readings(settings: Mapping[str, Any], factor: float) -> None:

@@ -8,9 +8,8 @@ from functools import cache
 from pathlib import Path
 
 from ckpt_tools.errors import CkptError, list_problems
-from ckpt_tools.megatron.huggingface.config.config_fields import Field
-from ckpt_tools.megatron.huggingface.families.family_file import is_whole, read_family
-from ckpt_tools.megatron.huggingface.families.field_items import fields_of_pieces
+from ckpt_tools.megatron.huggingface.config.codecs import Field
+from ckpt_tools.megatron.huggingface.families.family_file import fields_of_pieces, is_whole, read_family
 from ckpt_tools.megatron.huggingface.families.file_places import Problems, parse_rule_source
 from ckpt_tools.megatron.huggingface.mapping.rules import Family
 
@@ -42,8 +41,8 @@ class Families(Mapping[str, Family]):
 
     def that_may_be(self, model_type: str) -> list[str]:
         """Names of the families that a config.json of this model_type may be of: one, as a rule."""
-        named = [name for name in family_names() if name == model_type or model_type in _types(name)]
-        return ([] if self.own is None else [self.own.name]) + named
+        own = [] if self.own is None else [self.own.name]
+        return own + [name for name in family_names() if name == model_type or model_type in _types()[name]]
 
 
 class KnownFields:
@@ -76,8 +75,12 @@ def _text(name: str) -> str:
 
 
 @cache
-def _types(name: str) -> frozenset[str]:
-    return frozenset(word for line in TYPES.findall(_text(name)) for word in re.findall(r"[\w.-]+", line))
+def _types() -> dict[str, frozenset[str]]:
+    """The model types that each file names, read as text."""
+    return {
+        name: frozenset(word for line in TYPES.findall(_text(name)) for word in re.findall(r"[\w.-]+", line))
+        for name in family_names()
+    }
 
 
 @cache

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.megatron.huggingface.config.ledger import account_for_args, uncarried
+from ckpt_tools.megatron.huggingface.config.megatron_args import with_own_settings
 from ckpt_tools.megatron.huggingface.config.model_args import ModelArgs
 from ckpt_tools.megatron.huggingface.families.families import FAMILIES, Families
 from ckpt_tools.megatron.huggingface.families.file_places import parse_rule_source, perhaps
-from ckpt_tools.megatron.huggingface.families.told_by import told_by
-from ckpt_tools.megatron.huggingface.mapping.rules import Family
+from ckpt_tools.megatron.huggingface.mapping.checks import Spec, not_of_family, spellings, with_vocabulary
+from ckpt_tools.megatron.huggingface.mapping.rules import Family, expand
 from ckpt_tools.megatron.huggingface.vision.vision_language import vision_language_types
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -102,3 +105,148 @@ def _has_kinds_of_layers(config: Mapping[str, Any]) -> bool:
     kinds = config.get("layer_types")
     usual = "sliding_attention" if config.get("sliding_window", True) else "full_attention"
     return bool(kinds) and (not isinstance(kinds, list) or any(kind != usual for kind in kinds))
+
+
+PARTS = {  # of a parameter's name
+    "hybrid": "decoder.final_norm.",
+    "three in one": ".mamba_mixer.",
+    "attention": ".self_attention.",
+    "mlp": ".mlp.",
+    "delta net": ".self_attention.in_proj.",
+    "indexer": ".core_attention.indexer.",
+    "latent attention": ".linear_kv_down_proj.",
+    "experts": ".experts.experts.",
+    "expert bias": ".router.expert_bias",
+    "shared expert": ".shared_experts.",
+    "shared gate": ".shared_experts.gate_weight",
+    "dense layer": ".mlp.linear_fc1.weight",
+    "qk norm": ".q_layernorm.",
+    "sink": ".softmax_offset",
+    "norm behind": ".linear_proj.post_layernorm.",
+    "fused norm before": ".mlp.linear_fc1.layer_norm_weight",
+    "norm before": ".pre_mlp_layernorm.",
+    "norm bias": "decoder.final_layernorm.bias",
+    "learned positions": "embedding.position_embeddings.",
+    "qkv bias": ".linear_qkv.bias",
+    "output bias": ".linear_proj.bias",
+}
+SETTINGS: dict[str, Callable[[ModelArgs], bool]] = {
+    "gated attention": lambda model: model.attention_output_gate,
+    "rotates neighbours": lambda model: bool(model.dsa_indexer_rope_interleaved),
+    "one key head": lambda model: model.num_query_groups == 1 < model.num_attention_heads,
+    "gated": lambda model: model.gated,
+    "geglu": lambda model: model.activation == "geglu",
+    "squared relu": lambda model: model.activation == "squared_relu",
+    "normalizes q and k": lambda model: model.qk_layernorm,
+    "norms around zero": lambda model: model.zero_centered_gamma,
+    "rotates a part": lambda model: model.rotary_percent < 1,
+    "rotates all": lambda model: model.rotary_percent == 1,
+    "wide": lambda model: model.num_attention_heads * model.kv_channels != model.hidden_size,
+    "window": lambda model: model.sliding_window is not None,
+    "some see all": lambda model: 0 in model.sliding_layers,
+}
+# The first family whose words all hold. Those of most telling parameters stand first; the last has none.
+FAMILIES_TOLD: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("falcon_h1", ("three in one",)),
+    ("nemotron_h", ("hybrid", "attention")),
+    ("nemotron_h", ("hybrid", "mlp")),
+    ("mamba2", ("hybrid",)),
+    ("qwen3_next", ("delta net", "experts")),
+    ("qwen3_next", ("gated attention", "experts")),
+    ("qwen3_5", ("delta net",)),
+    ("qwen3_5", ("gated attention",)),
+    ("glm_moe_dsa", ("indexer", "rotates neighbours")),
+    ("deepseek_v32", ("indexer",)),
+    ("youtu", ("latent attention", "no experts")),
+    ("deepseek_v3", ("latent attention", "expert bias")),
+    ("deepseek_v2", ("latent attention",)),
+    ("minimax_m2", ("expert bias", "qk norm", "no shared expert", "no dense layer")),
+    ("glm4_moe", ("expert bias",)),
+    ("gpt_oss", ("sink",)),
+    ("exaone4", ("norm behind", "no norm before", "no fused norm before")),
+    ("gemma3", ("norm behind", "qk norm")),
+    ("gemma2", ("norm behind",)),
+    ("gpt_bigcode", ("learned positions", "one key head")),
+    ("gpt2", ("learned positions",)),
+    ("qwen2_moe", ("shared gate",)),
+    ("qwen3_moe", ("experts", "qk norm")),
+    ("mixtral", ("experts",)),
+    ("stablelm", ("norm bias", "gated")),
+    ("persimmon", ("norm bias", "squared relu", "normalizes q and k")),
+    ("nemotron", ("norm bias", "squared relu", "norms around zero")),
+    ("nemotron", ("norm bias", "squared relu", "rotates a part")),
+    ("jais2", ("norm bias", "squared relu")),
+    ("starcoder2", ("norm bias", "rotates all")),
+    ("gpt_neox", ("norm bias",)),
+    ("arcee", ("squared relu",)),
+    ("qwen3", ("qk norm",)),
+    ("glm", ("qkv bias", "no output bias", "rotates a part")),
+    ("seed_oss", ("qkv bias", "no output bias", "wide")),
+    ("qwen2", ("qkv bias", "no output bias")),
+    ("gemma", ("geglu",)),
+    ("ministral", ("window", "some see all")),
+    ("mistral", ("window",)),
+    ("llama", ()),
+)
+
+
+def told_by(names: set[str], model: ModelArgs | None) -> str:
+    """The family's name. Of a model without args, nothing is told by them."""
+    held = words_of(names, model)
+    return next(family for family, words in FAMILIES_TOLD if all(holds(word, held) for word in words))
+
+
+def words_of(names: set[str], model: ModelArgs | None) -> set[str]:
+    """The words that hold for a model."""
+    parts = {word for word, part in PARTS.items() if any(part in name for name in names)}
+    return parts | {word for word, said in SETTINGS.items() if model is not None and said(model)}
+
+
+def holds(word: str, held: Set[str]) -> bool:
+    """Whether a word is among those that hold, or is not where it begins with no."""
+    plain = word.removeprefix("no ")
+    return (plain in held) == (plain == word)
+
+
+@contextmanager
+def naming_look_alikes(
+    asked: bool, parameters: Mapping[str, Spec], args: Mapping[str, Any] | None, model: ModelArgs | None
+) -> Iterator[None]:
+    """
+    Raises:
+        MappingError: that of the block; if `asked`, with the families that the model may be of instead.
+    """
+    try:
+        yield
+    except MappingError as error:
+        names = (
+            list(_fitting(parameters, args, model))
+            if asked and args is not None and model is not None
+            else []
+        )
+        if not names:
+            raise
+        raise MappingError(
+            f"{error}\nIts parameters and settings are those of {' or '.join(names)}: --hf-config with the model's "
+            "config.json says which it is",
+            error.problems,
+        ) from error
+
+
+def _fitting(parameters: Mapping[str, Spec], args: Mapping[str, Any], model: ModelArgs) -> Iterator[str]:
+    for family in FAMILIES.values():
+        if _fits(family, parameters, args, with_own_settings(model, family.settings, args)):
+            yield family.model_type or family.name
+
+
+def _fits(family: Family, parameters: Mapping[str, Spec], args: Mapping[str, Any], model: ModelArgs) -> bool:
+    """Whether a family has all parameters and settings, but for what only a reference tells."""
+    try:
+        model, _ = with_vocabulary(model, parameters, model.vocab_size)
+        told = {one.hf: None for one in family.fields if one.wins == "either"}
+        problems = [*account_for_args(family, args).problems, *uncarried(family, model)]
+        problems += not_of_family(family, model, told)
+        _, unused = spellings(expand(family, model), parameters, problems)
+    except MappingError:
+        return False
+    return not problems and not unused

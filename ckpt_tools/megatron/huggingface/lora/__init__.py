@@ -1,6 +1,5 @@
 """Adapters in PEFT directories.
 
-* `peft`: adapters in PEFT directories, and weights with their parts added
-* `peft_places`: which modules adapter_config.json says an adapter is of
+* `peft`: adapters in PEFT directories, the modules they are of, and weights with their parts added
 * `peft_targets`: a Megatron adapter as such a directory
 """

@@ -4,6 +4,5 @@
 * `rules`: what a rule and a family are; a family's rules written out for the layers and experts of a model
 * `targets`: all tensors of the other side, or every reason why not
 * `model_tensors`: which tensors the model of a config.json has
-* `shard_files`: how the tensors are cut into files
 * `checks`: what must hold for a model to be exported or imported
 """

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.dcp.state_dict import without_segments
 from ckpt_tools.megatron.huggingface.config.config import in_v4_form
+from ckpt_tools.megatron.huggingface.config.megatron_args import SINCE, sparse_attention_problems
 from ckpt_tools.megatron.huggingface.config.model_args import ModelArgs
 from ckpt_tools.megatron.huggingface.config.rope_args import (
     GPT_OSS_SCALING,
     RELEASED_GPT_OSS_SCALING,
     TRAINED_LLAMA3_FACTOR,
 )
-from ckpt_tools.megatron.huggingface.config.sparse_attention import SINCE, sparse_attention_problems
 from ckpt_tools.megatron.huggingface.mapping.rules import Family, Pair, allows
 from ckpt_tools.model.catalog import TensorEntry
 from ckpt_tools.model.dtypes import itemsize
@@ -165,11 +165,7 @@ WRAPPERS = {
 
 
 def refuse_wrapped(extra: Iterable[str], missing: Iterable[str]) -> None:
-    """Nothing, unless all `missing` names are among `extra` ones, behind a prefix or with segments of a wrapper.
-
-    Raises:
-        MappingError: they are.
-    """
+    """Raise MappingError if all `missing` names are among `extra`, behind a prefix or with a wrapper's segments."""
     there, names = frozenset(extra), list(missing)
     bare = [name.removeprefix("model.") for name in names]
     if not bare:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from ckpt_tools.megatron.huggingface.config.config import read_config
 from ckpt_tools.megatron.huggingface.config.model_args import ModelArgs
@@ -80,7 +80,8 @@ def expected_by_weights(tensors: Mapping[str, Spec], config: Mapping[str, Any]) 
     return Expected(shapes, "the weights beside config.json", superfluous)
 
 
-class Prefix(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Prefix:
     """Translates rule names for a directory saved from a bare model, whose names lack the first segment."""
 
     dropped: str

@@ -8,7 +8,7 @@ of another shape is named, all of it at once, before a byte is written.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -23,12 +23,18 @@ from ckpt_tools.megatron.huggingface.config.config import (
     write_config,
 )
 from ckpt_tools.megatron.huggingface.config.ledger import account_for_settings, demanded_args
+from ckpt_tools.megatron.huggingface.config.megatron_args import (
+    megatron_args,
+    read_model_args,
+    with_own_settings,
+)
 from ckpt_tools.megatron.huggingface.config.model_args import ModelArgs
-from ckpt_tools.megatron.huggingface.config.read_args import read_model_args, with_own_settings
-from ckpt_tools.megatron.huggingface.config.written_args import megatron_args
 from ckpt_tools.megatron.huggingface.families.families import FAMILIES
-from ckpt_tools.megatron.huggingface.families.identify import detect_family, family_of_config
-from ckpt_tools.megatron.huggingface.families.look_alikes import naming_look_alikes
+from ckpt_tools.megatron.huggingface.families.identify import (
+    detect_family,
+    family_of_config,
+    naming_look_alikes,
+)
 from ckpt_tools.megatron.huggingface.mapping.checks import (
     EMBEDDING,
     HEAD,
@@ -77,6 +83,15 @@ class Exported:
     offsets: Mapping[str, float] = field(default_factory=dict)
     equal: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
+
+    def renamed(self, name_of: Callable[[str], str]) -> Exported:
+        """The tensors under other names."""
+        return replace(
+            self,
+            tensors=tuple(replace(one, key=name_of(one.key)) for one in self.tensors),
+            shapes={name_of(key): shape for key, shape in self.shapes.items()},
+            offsets={name_of(key): offset for key, offset in self.offsets.items()},
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,17 +177,7 @@ def export_targets(
     notes = (*settings, *notes, *rope_notes(args, model), *loading_notes(family, reference or {}))
     made = Exported(family, tuple(tensors), config, shapes, offsets, equal, notes)
     prefix = bare_prefix(family, present) if present else Prefix("")
-    return _without_prefix(made, prefix) if prefix.dropped else made
-
-
-def _without_prefix(made: Exported, prefix: Prefix) -> Exported:
-    """The tensors under the names of a directory that was saved from a bare model."""
-    return replace(
-        made,
-        tensors=tuple(replace(one, key=prefix(one.key)) for one in made.tensors),
-        shapes={prefix(key): shape for key, shape in made.shapes.items()},
-        offsets={prefix(key): offset for key, offset in made.offsets.items()},
-    )
+    return made.renamed(prefix) if prefix.dropped else made
 
 
 def _whole(

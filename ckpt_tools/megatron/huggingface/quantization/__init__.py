@@ -1,7 +1,6 @@
 """Codes and scales: read, and block FP8 written.
 
 * `quantized`: codes and scales seen as the weights they stand for
-* `compressed_tensors`: the schemes of that library
 * `block_fp8`: an export's linears as codes and scales
 * `module_patterns`: which modules config.json leaves as they are
 """

@@ -7,25 +7,62 @@ modules stand beside it, under names that the model's file has (vision_language.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.errors import MappingError, list_problems
-from ckpt_tools.megatron.huggingface.config.read_args import as_text
+from ckpt_tools.megatron.huggingface.config.megatron_args import as_text, flat_args
 from ckpt_tools.megatron.huggingface.mapping.checks import EMBEDDING, Spec, Wanted, misfits, spellings
 from ckpt_tools.megatron.huggingface.mapping.model_tensors import Prefix
-from ckpt_tools.megatron.huggingface.mapping.rules import SMALLEST, Pair
+from ckpt_tools.megatron.huggingface.mapping.rules import SMALLEST
 from ckpt_tools.megatron.huggingface.mapping.targets import (
     Exported,
     Imported,
     export_pair,
     import_pair,
 )
-from ckpt_tools.megatron.huggingface.vision.tower_settings import record_of
-from ckpt_tools.megatron.huggingface.vision.towers import Tower, mrope_section, vision_language_of
+from ckpt_tools.megatron.huggingface.vision.towers import QUANTIZED, Tower, mrope_section, vision_language_of
 from ckpt_tools.megatron.huggingface.vision.vision_language import VisionLanguage, tower_pairs
-from ckpt_tools.model.target import TargetTensor
+
+RECORD = "hf_config"
+
+
+def record_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The argument that records a config.json; without how its weights were quantized, which the run's are not."""
+    return {RECORD: {name: value for name, value in config.items() if name != QUANTIZED}}
+
+
+def recorded_config(settings: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The whole config.json that a run records, if it does."""
+    return _configuration(flat_args(settings or {}).get(RECORD))
+
+
+def changed_record(
+    settings: Mapping[str, Any], part: str, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The settings that record a config.json, with changes to the fields of `text_config` or `vision_config`."""
+    changed = {}
+    for name in (RECORD, part):
+        fields = _configuration(settings.get(name))
+        if fields is None:
+            continue
+        inside = fields.get(part) if name == RECORD else None
+        new = {part: {**inside, **change(inside)}} if isinstance(inside, Mapping) else change(fields)
+        own = settings[name]
+        changed[name] = own | ({"config_dict": {**fields, **new}} if "config_dict" in own else new)
+    return changed
+
+
+def _configuration(value: Any) -> Mapping[str, Any] | None:
+    """A configuration, plain or as Bridge writes one of transformers."""
+    if not isinstance(value, Mapping):
+        return None
+    inside = value.get("config_dict")
+    if isinstance(inside, Mapping):
+        return inside
+    return {name: one for name, one in value.items() if name not in ("_target_", "_call_", "_partial_")}
+
 
 LANGUAGE = "language_model."
 POSITIONS, SECTION = "position_embedding_type", "mrope_section"
@@ -102,11 +139,12 @@ def imported_whole(
     problems += [f"{name}: no rule of {kind.name} has this tensor" for name in there if name not in wanted]
     _refuse(problems, f"the directory is not a whole {kind.name} model")
     positions, notes = _positions(config, imported.args)
+    made = [target for pair in pairs for target in import_pair(SMALLEST, pair, Prefix(""), there, dtype)]
     language = [replace(target, key=LANGUAGE + target.key) for target in imported.tensors]
     return replace(
         imported,
         family=replace(imported.family, architecture=kind.architecture),
-        tensors=(*language, *_made(pairs, there, dtype)),
+        tensors=(*language, *made),
         offsets={LANGUAGE + key: offset for key, offset in imported.offsets.items()},
         args={**imported.args, **positions, **record_of(config)},
         notes=(*imported.notes, *notes),
@@ -122,10 +160,6 @@ def known_to_bridge(config: Mapping[str, Any]) -> VisionLanguage:
             "for: nothing names its vision tower. The language model alone is converted, by --tower language"
         )
     return kind
-
-
-def _made(pairs: Sequence[Pair], there: Mapping[str, Spec], dtype: str | None) -> list[TargetTensor]:
-    return [target for pair in pairs for target in import_pair(SMALLEST, pair, Prefix(""), there, dtype)]
 
 
 def _positions(config: Mapping[str, Any], args: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -19,7 +19,7 @@ A file of `model_files` for each, by its model_type::
     conditions: {head: vision_use_head}  # words for `when`: fields that are true
     rules:                        # those of a rule file (rulefile.py), and whole modules of the same tensors
       - module: {core: visual., hf: <visual>}
-        tensors: {'blocks.{l}.norm.weight': [ffn]}
+        tensors: {'blocks.{l}.norm.weight': [ffn], 'blocks.{l}.proj': {weight: [ffn, ffn], bias: [ffn]}}
     like: mymodel2_vl             # takes over what is not said
 
 Without rules no program is known that trains all of it.
@@ -37,8 +37,7 @@ from typing import Any, TypeAlias
 from ckpt_tools.errors import CkptError, MappingError, list_problems
 from ckpt_tools.megatron.huggingface.config.numbers import MAX_LAYERS, MAX_SIZE
 from ckpt_tools.megatron.huggingface.families.file_places import Problems, RuleSource, parse_rule_source
-from ckpt_tools.megatron.huggingface.families.pieces import Names
-from ckpt_tools.megatron.huggingface.families.rule_items import Words, read_rules
+from ckpt_tools.megatron.huggingface.families.rule_items import Names, Words, read_rules
 from ckpt_tools.megatron.huggingface.mapping.rules import SMALLEST, Pair, Rule, pairs_of
 
 FOLDER = Path(__file__).parent / "model_files"
@@ -124,8 +123,11 @@ def _items(said: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
             yield item
             continue
         module, when = item["module"], item.get("when", [])
-        for leaf, shape in item["tensors"].items():
-            yield {"core": module["core"] + leaf, "hf": module["hf"] + leaf, "shape": shape, "when": when}
+        for leaf, shapes in item["tensors"].items():
+            inside = shapes.items() if isinstance(shapes, Mapping) else [("", shapes)]
+            for end, shape in inside:
+                name = f"{leaf}.{end}" if end else leaf
+                yield {"core": module["core"] + name, "hf": module["hf"] + name, "shape": shape, "when": when}
 
 
 def _others(name: str, spellings: Iterable[tuple[str, ...]]) -> tuple[str, ...]:

@@ -1,32 +1,119 @@
-"""The export of a checkpoint that holds a vision-language model: whole, or its language model alone."""
+"""A vision-language model: its language model for an import; for an export whole, or its language model alone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, get_args
 
 from ckpt_tools.commands.huggingface.export_source import ExportSource
-from ckpt_tools.commands.huggingface.hf_parts import read_config
-from ckpt_tools.commands.huggingface.tower_source import WholeModel, put_back, tower_files, tower_tensors
-from ckpt_tools.errors import MappingError
+from ckpt_tools.commands.huggingface.folder import read_config
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
+from ckpt_tools.formats.locate.hub_cache import snapshot_of
+from ckpt_tools.formats.safetensors.catalog import read_safetensors_catalog
+from ckpt_tools.formats.storage.files import Files
+from ckpt_tools.formats.storage.joined_files import joined_entry
+from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.megatron.huggingface.families.families import FAMILIES
 from ckpt_tools.megatron.huggingface.families.identify import family_of_config
 from ckpt_tools.megatron.huggingface.mapping.checks import HEAD, Spec, specs_of
 from ckpt_tools.megatron.huggingface.mapping.targets import Exported
-from ckpt_tools.megatron.huggingface.vision.tower_settings import recorded_config
 from ckpt_tools.megatron.huggingface.vision.tower_targets import (
     counted,
     known_to_bridge,
     language_prefix,
-    language_settings,
+    recorded_config,
     with_towers,
 )
-from ckpt_tools.megatron.huggingface.vision.towers import TYPE, language_tower
+from ckpt_tools.megatron.huggingface.vision.towers import (
+    QUANTIZED,
+    TYPE,
+    Tower,
+    absent_modules,
+    language_tower,
+    whole_config,
+)
 from ckpt_tools.megatron.huggingface.vision.vision_language import vision_language, vision_language_types
 from ckpt_tools.megatron.keys import is_optimizer_key, strip_wrappers
-from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.catalog import Catalog, TensorEntry, Value
+from ckpt_tools.model.choices import TowerName
+
+
+@dataclass(frozen=True, slots=True)
+class WholeModel:
+    """The vision-language model that a language model goes back into; `others` are named as among joined folders.
+
+    There is no `folder` where the checkpoint itself records the `config`.
+    """
+
+    folder: str | None
+    config: Mapping[str, Any]
+    tower: Tower
+    others: Mapping[str, TensorEntry]
+
+
+def check_tower(name: str | None) -> None:
+    """Raises UsageError: no tower is called so."""
+    if name is not None and name not in get_args(TowerName):
+        raise UsageError(f"--tower {name}: {', '.join(get_args(TowerName))} is converted")
+
+
+def tower_alone(
+    catalog: Catalog, specs: Mapping[str, Spec], config: Mapping[str, Any]
+) -> tuple[Catalog, dict[str, Spec], Tower]:
+    """The language model's tensors under the names of a model of its own.
+
+    The catalog keeps the others too: scales are read by the names they are stored under.
+    """
+    tower = language_tower(config, specs)
+    bare = {name: replace(catalog.tensors[own], key=name) for name, own in tower.names.items()}
+    named = {name: specs[own] for name, own in tower.names.items()}
+    return replace(catalog, tensors={**catalog.tensors, **bare}), named, tower
+
+
+def tower_files(folder: str) -> Files:
+    """The files of the whole model."""
+    return open_files(snapshot_of(folder))
+
+
+def tower_tensors(folder: str) -> Catalog:
+    """The stored tensors of the whole model. Raises as `read_safetensors_catalog`."""
+    return read_safetensors_catalog(snapshot_of(folder))
+
+
+def whole_model(folder: str) -> WholeModel:
+    """The vision-language model in a directory."""
+    config = read_config(folder)
+    if config.get(QUANTIZED):
+        raise UnsupportedCheckpointError(
+            f"--tower language: the weights in {folder} are quantized, and those of the other towers are taken over "
+            "as they are stored; give the directory of the model that was quantized"
+        )
+    catalog = tower_tensors(folder)
+    tower = language_tower(config, specs_of(catalog.tensors))
+    absent = absent_modules(config, tower)
+    if absent:
+        raise MappingError(
+            f"--tower language: {folder} holds no tensors of {' and '.join(absent)}, from which the whole model "
+            "would be made. Without --tower and --hf-config the language model is written as a model of its own"
+        )
+    with closing(tower_files(folder)) as files:
+        others = {
+            key: joined_entry(files, catalog.tensors[key], f"{key} of {folder}") for key in tower.others
+        }
+    return WholeModel(folder, config, tower, others)
+
+
+def whole_model_if_one(folder: str, config: Mapping[str, Any]) -> WholeModel | None:
+    """The vision-language model in a directory, None for a directory with another model."""
+    return whole_model(folder) if config.get(TYPE) in vision_language_types() else None
+
+
+def put_back(exported: Exported, whole: WholeModel) -> Exported:
+    """The tensors of the language model under the whole model's names, and its config.json."""
+    config = whole_config(whole.config, whole.tower, exported.config)
+    return replace(exported.renamed(whole.tower.name_of), config=config)
 
 
 class Reference(NamedTuple):
@@ -69,20 +156,17 @@ def reference_of(
 
 def _what_it_is(source: ExportSource) -> str:
     beside = source.beside or ()
+    known = ", ".join(kind for kind in vision_language_types() if vision_language(kind).rules)
     own = "vision_projection" in {name.partition(".")[0] for name in beside}
     why = (
         "It is Megatron-LM's own LLaVAModel, for whose vision tower and projection no class of transformers is known"
         if own
-        else f"Which model it is, its config.json tells (--hf-config DIR); known are {_known()}"
+        else f"Which model it is, its config.json tells (--hf-config DIR); known are {known}"
     )
     return (
         f"the checkpoint holds a language model ({len(source.bases) - len(beside)} parameters) and other parts "
         f"({counted(beside)}). The language model alone is written by --tower language. {why}"
     )
-
-
-def _known() -> str:
-    return ", ".join(kind for kind in vision_language_types() if vision_language(kind).rules)
 
 
 def _of_its_own(config: Mapping[str, Any], tied: bool) -> dict[str, Any]:
@@ -105,23 +189,15 @@ def _stored(folder: str) -> dict[str, Spec]:
     return specs_of(tower_tensors(folder).tensors)
 
 
-def with_language_settings(source: ExportSource, whole: WholeModel | None) -> ExportSource:
-    """The source with the settings of its language model for text. Raises as `language_settings`."""
-    if source.settings is None:
-        return source
-    config = None if whole is None else whole.config
-    return replace(source, settings=language_settings(source.settings, config))
-
-
-def without_others(source: ExportSource) -> ExportSource:
-    """The language model of a source, the parameters of the other parts named as left out."""
+def without_others(source: ExportSource, language: Mapping[str, Value]) -> ExportSource:
+    """The parameters of the language model alone, those of the other parts named as left out."""
     beside = source.beside or ()
     note = (
         f"the language model alone: {len(beside)} parameters of other parts are left out ({counted(beside)})"
     )
     return replace(
         source,
-        bases={name: base for name, base in source.bases.items() if name not in set(beside)},
+        bases=language,
         dropped=(*source.dropped, *(f"{name}: of another part than the language model" for name in beside)),
         notes=(*source.notes, note),
     )

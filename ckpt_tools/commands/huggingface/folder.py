@@ -1,0 +1,239 @@
+"""The files of a Hugging Face directory: config.json, tokenizer and the like, weight files and their index."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckpt_tools.errors import (
+    CkptError,
+    UnsupportedCheckpointError,
+    UsageError,
+)
+from ckpt_tools.formats.locate.hub_cache import snapshot_of
+from ckpt_tools.formats.locate.owned_files import CARRIED, TEMPLATES, is_like
+from ckpt_tools.formats.safetensors.catalog import INDEX_FILE, OTHER_WEIGHTS, refuse_pointers, unread_files
+from ckpt_tools.formats.safetensors.rank_shards import parts_of_ranks
+from ckpt_tools.formats.storage.files import Files, path_in, read_whole
+from ckpt_tools.formats.storage.open_files import open_files
+from ckpt_tools.formats.untrusted_documents import DocumentError, parse_json
+from ckpt_tools.megatron.huggingface.families.families import FAMILIES
+from ckpt_tools.megatron.huggingface.families.rulefile import load_rule_file
+from ckpt_tools.megatron.huggingface.mapping.rules import Family
+from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.dtypes import itemsize
+from ckpt_tools.model.target import InlineTensor, TargetTensor
+from ckpt_tools.plan.weight_files import WeightFile
+
+CONFIG = "config.json"
+CODE = "*.py"
+MAX_ASSET_BYTES = 1 << 30  # the largest tokenizers have some tens of megabytes
+_OWN = (
+    "config.json",
+    ".*",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    *(f"*{end}" for end in OTHER_WEIGHTS),
+)
+_IS_TOKENIZER = re.compile(r"tokenizer|tekken|vocab|spiece|sentencepiece|.*\.(?:tiktoken|spm|model)$")
+DEFAULT_SHARD_SIZE = 5 * 10**9
+
+
+def families_with(rules: Path | None, config: Mapping[str, Any] | None = None) -> Mapping[str, Family]:
+    """The families that a model may be of: with a rule file the user's own alone, which it then is."""
+    if rules is None:
+        return FAMILIES
+    own = load_rule_file(rules)
+    kind, said = own.model_type or own.name, (config or {}).get("model_type")
+    if config is not None and said != kind and said not in own.also_types:
+        raise UsageError(
+            f"--rules {rules}: its family is of model_type {kind!r}, and config.json says {said!r}: they would not "
+            f"be used. If they are for this model, `model_type: {said}` in the file says so"
+        )
+    return {own.name: own}
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """config.json of a Hugging Face directory."""
+    folder = snapshot_of(str(folder))
+    path = path_in(folder, CONFIG)
+    try:
+        with closing(open_files(folder)) as files:
+            refuse_pointers(files, [CONFIG])
+            config = parse_json(read_whole(files, CONFIG))
+    except CkptError as error:
+        raise UnsupportedCheckpointError(
+            f"{path}: no config.json of a Hugging Face model: {error} Put the one of this model there: it says what "
+            "the weights are"
+        ) from error
+    if not isinstance(config, dict):
+        raise UnsupportedCheckpointError(f"{path}: expected a JSON object")
+    return config
+
+
+def architecture_of(config: Mapping[str, Any]) -> str | None:
+    """What a model calls itself in its config.json, if it does."""
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else None
+
+
+def weight_files(
+    catalog: Catalog, targets: Iterable[TargetTensor]
+) -> tuple[list[WeightFile], dict[str, bytes]]:
+    """The files of a model like the one that `catalog` is of, and their index where it has none.
+
+    A tensor stays in its file; those that ranks have written in parts come together in files of the usual size.
+    """
+    targets = list(targets)
+    if all(len(catalog.tensors[one.key].chunks) == 1 for one in targets):
+        held: dict[str, list[TargetTensor]] = {}
+        for one in targets:
+            held.setdefault(catalog.tensors[one.key].chunks[0].item.file, []).append(one)
+        if not parts_of_ranks(held):
+            return [WeightFile(name, held[name]) for name in sorted(held)], {}
+    return packed_files(targets, DEFAULT_SHARD_SIZE)
+
+
+def packed_files(
+    tensors: Sequence[TargetTensor | InlineTensor], max_bytes: int
+) -> tuple[list[WeightFile], dict[str, bytes]]:
+    """Tensors in files of at most `max_bytes`, and the index of several."""
+    by_key = {one.key: one for one in tensors}
+    sizes = {key: prod(one.shape) * itemsize(one.dtype) for key, one in by_key.items()}
+    shards = pack_shards(sizes.items(), max_bytes)
+    files = [WeightFile(shard.file, [by_key[key] for key in shard.keys]) for shard in shards]
+    return files, {INDEX_FILE: as_json(shard_index(shards, sizes))} if len(shards) > 1 else {}
+
+
+def as_json(value: object) -> bytes:
+    """A JSON file, as transformers writes them."""
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def unread_notes(files: Files) -> tuple[str, ...]:
+    """A note on weight files that the index does not name."""
+    unread = unread_files(files)
+    if not unread:
+        return ()
+    return (f"not in the index and not read: {', '.join(unread[:8])}{', ...' if len(unread) > 8 else ''}",)
+
+
+class Assets(NamedTuple):
+    """Files to write beside a model, and the names of those that are left where they are."""
+
+    files: dict[str, bytes]
+    left: tuple[str, ...]
+
+
+def read_assets(folder: str | Path, *, has_code: bool) -> Assets:
+    """Tokenizer, templates, processors, generation settings and licence, byte for byte.
+
+    Python files belong to the model if it `has_code`, or if a tokenizer or processor says that its class is in one.
+    """
+    place = snapshot_of(str(folder))
+    with closing(open_files(place)) as files:
+        names = files.list()
+        wanted = [name for name in names if is_like(name, CARRIED) and not is_like(name, (CODE, *_OWN))]
+        refuse_pointers(files, wanted)  # the hub keeps large tokenizers as it keeps weights
+        found = {name: read_whole(files, name, MAX_ASSET_BYTES) for name in wanted}
+        if has_code or any(_names_code(name, data) for name, data in found.items()):
+            found |= {
+                name: read_whole(files, name, MAX_ASSET_BYTES) for name in names if is_like(name, (CODE,))
+            }
+    if TEMPLATES in names:
+        with closing(open_files(path_in(place, TEMPLATES))) as files:
+            inside = [name for name in files.list() if name.endswith(".jinja")]
+            found |= {f"{TEMPLATES}/{name}": read_whole(files, name, MAX_ASSET_BYTES) for name in inside}
+    left = [name for name in names if name not in {*found, TEMPLATES} and not is_like(name, _OWN)]
+    return Assets(found, tuple(left))
+
+
+def documents_of(names: Iterable[str]) -> list[str]:
+    """Those of `names` that are JSON and go along with a model."""
+    return [name for name in names if name.endswith(".json") and is_like(name, CARRIED)]
+
+
+def _names_code(name: str, data: bytes) -> bool:
+    """Whether settings say that a class is in a file beside them (`trust_remote_code`)."""
+    if not name.endswith("_config.json"):
+        return False
+    try:
+        return "auto_map" in parse_json(data)
+    except (DocumentError, TypeError):  # carried as it is; whoever loads it will say
+        return False
+
+
+class HfDirectory(NamedTuple):
+    """Weight files, and small files by name: tokenizer, config.json and, last, the index of several weight files."""
+
+    files: list[WeightFile]
+    extra_files: dict[str, bytes]
+    notes: tuple[str, ...]
+
+
+def hf_directory(
+    tensors: Sequence[TargetTensor | InlineTensor],
+    config: Mapping[str, Any],
+    hf_config: str | None,
+    max_shard_bytes: int,
+) -> HfDirectory:
+    """The directory of `tensors`, with what goes along from the original model in `hf_config`."""
+    assets = Assets({}, ()) if hf_config is None else read_assets(hf_config, has_code="auto_map" in config)
+    files, index = packed_files(tensors, max_shard_bytes)
+    extra = {**assets.files, CONFIG: as_json(config), **index}
+    notes = []
+    if not any(_IS_TOKENIZER.match(name) for name in assets.files):
+        where = "--hf-config has none" if hf_config else "pass --hf-config DIR to take one over"
+        notes.append(f"no tokenizer was written; {where}")
+    if assets.left:
+        shown = ", ".join(assets.left[:8]) + (", ..." if len(assets.left) > 8 else "")
+        notes.append(f"not taken over from --hf-config: {shown}")
+    return HfDirectory(files, extra, tuple(notes))
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One file and the tensors it holds, in order."""
+
+    file: str
+    keys: tuple[str, ...]
+
+
+def pack_shards(sizes: Iterable[tuple[str, int]], max_bytes: int = DEFAULT_SHARD_SIZE) -> list[Shard]:
+    """Tensors (name, bytes) in order, in files of at most `max_bytes` of data; a larger tensor stands alone.
+
+    The rule is huggingface_hub's `split_state_dict_into_shards_factory`; so are the file names.
+    """
+    groups: list[list[str]] = []
+    current: list[str] = []
+    filled = 0
+    for key, nbytes in sizes:
+        if nbytes > max_bytes:
+            groups.append([key])
+            continue
+        if filled + nbytes > max_bytes:
+            groups.append(current)
+            current, filled = [], 0
+        current.append(key)
+        filled += nbytes
+    if current:
+        groups.append(current)
+    if len(groups) == 1:
+        return [Shard("model.safetensors", tuple(groups[0]))]
+    return [
+        Shard(f"model-{number:05d}-of-{len(groups):05d}.safetensors", tuple(keys))
+        for number, keys in enumerate(groups, 1)
+    ]
+
+
+def shard_index(shards: Iterable[Shard], sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Content of `model.safetensors.index.json` for shards that were written."""
+    weight_map = {key: shard.file for shard in shards for key in shard.keys}
+    total = sum(sizes[key] for key in weight_map)
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
