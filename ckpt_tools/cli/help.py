@@ -8,7 +8,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from ckpt_tools.cli.render.fold import NARROWEST, fold_cell, fold_command, fold_line
+from ckpt_tools.cli.render import NARROWEST, fold_cell, fold_command, fold_line
 
 Row = tuple[str, str]
 _NARROW = 64  # columns of a page in which a definition stands below its term

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from ckpt_tools.cli.app import app
 from ckpt_tools.cli.commands import MODULES
 from ckpt_tools.cli.manual import PAGES
-from ckpt_tools.cli.render.fold import column_widths, fold_cell, fold_command, fold_line
+from ckpt_tools.cli.render import column_widths, fold_cell, fold_command, fold_line
 from tests.cli.terminal import on_a_terminal
 from tests.conftest import DATA, fixture_dir
 
@@ -88,7 +88,7 @@ def test_odd_widths_end(columns: str, tmp_path: Path) -> None:
 
 
 def test_a_pipe_gets_no_line_folded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from ckpt_tools.cli.render import render
+    from ckpt_tools.cli import render
 
     assert not sys.stdout.isatty()
     render.tell("word " * 100)

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ckpt_tools.cli.manual import page
-from ckpt_tools.cli.options import given_values as v
-from ckpt_tools.cli.options.row import flag, option
-from ckpt_tools.cli.options.signature import fill, with_options
-from ckpt_tools.cli.options.table import READING, Checkpoint
-from ckpt_tools.cli.render import findings, render
+from ckpt_tools.cli import findings, render
+from ckpt_tools.cli import options as v
+from ckpt_tools.cli.options import flag, option
+from ckpt_tools.cli.table import READING, Checkpoint, fill, with_options
 from ckpt_tools.model.choices import DiffBy, NanPolicy
 
 if TYPE_CHECKING:
@@ -47,17 +45,9 @@ _DIFF = {
 }  # fmt: skip
 
 
-def register(app: typer.Typer) -> None:
-    """Add this module's commands to `app`."""
-    compare = with_options(diff, READING | {"dialect", "as_json", "workers", "threads"}, _DIFF)
-    old_name = page("compare-two-checkpoint") | {"help": "Compare two checkpoints: the old name of diff."}
-    app.command(**page("diff"))(compare)
-    app.command(**old_name)(compare)
-
-
 def diff(checkpoint_1: Checkpoint, checkpoint_2: Checkpoint, **given: Any) -> None:
     """Compare two checkpoints, also of different formats, bit by bit. Exit code 1 when they differ."""
-    from ckpt_tools.cli.render.progress import progress_bar
+    from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.commands.check.diff import DiffRequest, diff_checkpoints
     from ckpt_tools.errors import UsageError
     from ckpt_tools.verify.compare.differences import DiffOptions
@@ -202,3 +192,11 @@ def _diff_lists(report: DiffReport) -> dict[str, Any]:
     )
     values = ({"key": v.name, "a": v.a, "b": v.b} for v in report.values)
     return {"tensors": tensors, "values": values}
+
+
+_OPTIONS = READING | {"dialect", "as_json", "workers", "threads"}
+COMMANDS = {
+    "diff": with_options(diff, _OPTIONS, _DIFF),
+    "compare-two-checkpoint": with_options(diff, _OPTIONS, _DIFF),
+}
+COMMANDS["compare-two-checkpoint"].__doc__ = "Compare two checkpoints: the old name of diff."

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_tools.cli.manual import page
-from ckpt_tools.cli.options import given_values as v
-from ckpt_tools.cli.options import table as t
-from ckpt_tools.cli.options.job_sizes import JOB_SIZES, layout_of
-from ckpt_tools.cli.options.row import option
-from ckpt_tools.cli.options.signature import fill, with_options
-from ckpt_tools.cli.render import render
+from ckpt_tools.cli import options as v
+from ckpt_tools.cli import render
+from ckpt_tools.cli import table as t
+from ckpt_tools.cli.job_sizes import JOB_SIZES, layout_of
+from ckpt_tools.cli.options import option
+from ckpt_tools.cli.table import fill, with_options
 from ckpt_tools.human import human_bytes
 
 if TYPE_CHECKING:
@@ -29,29 +28,6 @@ _OWN = {
     "svg": option(Path, "--svg", callback=v.in_a_folder, help="Draw who owns what, as one SVG file."),
     "html": option(Path, "--html", callback=v.in_a_folder, help="Draw it as one HTML page."),
 }
-
-
-def register(app: typer.Typer) -> None:
-    """Add this module's command to `app`."""
-    app.command(**page("plan"))(
-        with_options(
-            plan,
-            t.READING
-            | JOB_SIZES
-            | t.FRESH_OPTIMIZER
-            | {
-                "dialect",
-                "layer_spec",
-                "experts",
-                "swiglu",
-                "weights_only",
-                "keep_states",
-                "ignore_keys",
-                "as_json",
-            },
-            _OWN,
-        )
-    )
 
 
 def plan(
@@ -137,7 +113,7 @@ def _memory(memory: Any) -> dict[str, int]:
 
 
 def _print(found: Priced) -> None:
-    from ckpt_tools.cli.render.reports import changes, iteration_text
+    from ckpt_tools.cli.reports import changes, iteration_text
     from ckpt_tools.commands.job.target_job import describe
 
     facts = found.summary()
@@ -215,3 +191,16 @@ def _print_tensors(found: Priced) -> None:
             for t in found.tensors()
         ],
     )
+
+
+_CONVERSION = {
+    "dialect",
+    "layer_spec",
+    "experts",
+    "swiglu",
+    "weights_only",
+    "keep_states",
+    "ignore_keys",
+    "as_json",
+}
+COMMANDS = {"plan": with_options(plan, t.READING | JOB_SIZES | t.FRESH_OPTIMIZER | _CONVERSION, _OWN)}

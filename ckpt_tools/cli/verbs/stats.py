@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_tools.cli.manual import page
-from ckpt_tools.cli.options import given_values as v
-from ckpt_tools.cli.options.row import option
-from ckpt_tools.cli.options.signature import fill, with_options
-from ckpt_tools.cli.options.table import READING
-from ckpt_tools.cli.render import render
+from ckpt_tools.cli import options as v
+from ckpt_tools.cli import render
+from ckpt_tools.cli.options import option
+from ckpt_tools.cli.table import READING, fill, with_options
 from ckpt_tools.model.choices import StatsBy
 
 if TYPE_CHECKING:
@@ -45,11 +43,6 @@ _OWN = {
 }  # fmt: skip
 
 
-def register(app: typer.Typer) -> None:
-    """Add this module's command to `app`."""
-    app.command(**page("stats"))(with_options(stats, READING | {"workers", "threads", "as_json"}, _OWN))
-
-
 def stats(
     checkpoint: Annotated[
         str, typer.Argument(help="A run's root, an iteration folder, or a Hugging Face model.")
@@ -63,7 +56,7 @@ def stats(
 
     Values are taken as they are stored: checksums are not compared (`verify --content` does that).
     """
-    from ckpt_tools.cli.render.progress import progress_bar
+    from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.commands.look.stats import StatsOptions, checkpoint_change, checkpoint_statistics
 
     svg, html = given["svg"], given["html"]
@@ -223,3 +216,6 @@ def _print_changed_tensors(tensors: Sequence[TensorChange], title: str) -> None:
         for t in tensors
     ]
     render.print_table(("tensor", "role", *_CHANGE), rows, title)
+
+
+COMMANDS = {"stats": with_options(stats, READING | {"workers", "threads", "as_json"}, _OWN)}

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.cli.render.render import escape, escape_lines
+from ckpt_tools.cli.render import escape, escape_lines
 from ckpt_tools.human import counted
 
 if TYPE_CHECKING:

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_tools.cli.manual import page
-from ckpt_tools.cli.options import given_values as v
-from ckpt_tools.cli.options.row import flag, option
-from ckpt_tools.cli.options.signature import Given, fill, with_options
-from ckpt_tools.cli.options.table import EVERY_ITERATION, READING, Checkpoint
-from ckpt_tools.cli.render import findings, render
+from ckpt_tools.cli import findings, render
+from ckpt_tools.cli import options as v
+from ckpt_tools.cli.options import flag, option
+from ckpt_tools.cli.table import EVERY_ITERATION, READING, Checkpoint, Given, fill, with_options
 from ckpt_tools.human import counted
 from ckpt_tools.model.choices import DialectName, ReportFormat, assert_never
 
@@ -47,13 +45,6 @@ _PREFLIGHT = {
 }  # fmt: skip
 
 
-def register(app: typer.Typer) -> None:
-    """Add this module's commands to `app`."""
-    reported = READING | {"report_format", "junit"}
-    app.command(**page("verify"))(with_options(verify, reported | {"workers", "threads"}, _VERIFY))
-    app.command(**page("preflight"))(with_options(preflight, reported, _PREFLIGHT))
-
-
 def verify(
     checkpoints: Annotated[
         list[str],
@@ -66,12 +57,12 @@ def verify(
     Exit code 3 when there is nothing to verify, as where a save was interrupted. Where a tracker names that, or
     where several are verified, it counts as one that is not whole.
     """
-    from ckpt_tools.cli.render.progress import progress_bar
+    from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint, verify_checkpoints
 
     of_all = given["iteration"] == "all"
     options, chosen = fill(VerifyOptions, given, every_iteration=of_all), _chosen(given)
-    iteration = None if of_all else v.iteration_number(given["iteration"])
+    iteration = None if of_all else given["iteration"]
     if of_all:
         checkpoints = _every_iteration(checkpoints)
     is_one = len(checkpoints) == 1 and not of_all
@@ -91,7 +82,7 @@ def verify(
 
 def _every_iteration(roots: Sequence[str]) -> list[str]:
     """The folders of all iterations, past what jobs are still writing."""
-    from ckpt_tools.cli.render.reports import say_unfinished
+    from ckpt_tools.cli.reports import say_unfinished
     from ckpt_tools.commands.job.iterations import every_iteration
 
     folders = []
@@ -210,3 +201,10 @@ def _print_text(report: Report, command: str) -> None:
     for line in findings.grouped(report.findings):
         render.tell(line)
     render.tell(last)
+
+
+_REPORTED = READING | {"report_format", "junit"}
+COMMANDS = {
+    "verify": with_options(verify, _REPORTED | {"workers", "threads"}, _VERIFY),
+    "preflight": with_options(preflight, _REPORTED, _PREFLIGHT),
+}

@@ -1,4 +1,4 @@
-"""`inspect` and `print-torch-dcp-in-json`."""
+"""Commands that show what is stored: `inspect`, `ls`, `print-tensor`, `print-torch-dcp-in-json`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_tools.cli.manual import page
-from ckpt_tools.cli.options import given_values as v
-from ckpt_tools.cli.options.row import flag, option
-from ckpt_tools.cli.options.signature import with_options
-from ckpt_tools.cli.options.table import OPENING, READING, Checkpoint
-from ckpt_tools.cli.render import render
-from ckpt_tools.human import human_bytes
+from ckpt_tools.cli import options as v
+from ckpt_tools.cli import render
+from ckpt_tools.cli.options import flag, option
+from ckpt_tools.cli.table import OPENING, READING, Checkpoint, with_options
+from ckpt_tools.human import counted, human_bytes
 from ckpt_tools.model.choices import InspectBy
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.look.inspect import Inspection
+    from ckpt_tools.commands.look.ls import RunListing
 
 _INSPECT = {
     "keys": option(list[str], "--keys", read=v.globs, help="List only keys that match this glob."),
@@ -37,7 +36,7 @@ _INSPECT = {
         help="List the param_to_group_meta objects, not only their number.",
     ),
 }
-_PRINT = {
+_DCP_JSON = {
     "values": flag("--values", help="Add the values of small objects and scalars."),
     "output": option(
         Path, "-o", "--output", callback=v.in_a_folder, help="Write there instead of to stdout."
@@ -46,14 +45,10 @@ _PRINT = {
         "--no-write", help="Do not write param_to_param_group_map.json into a map dump's folder."
     ),
 }  # fmt: skip
-
-
-def register(app: typer.Typer) -> None:
-    """Add this module's commands to `app`."""
-    app.command(**page("inspect"))(with_options(inspect, READING | {"as_json"}, _INSPECT))
-    app.command(**page("print-torch-dcp-in-json"))(
-        with_options(print_torch_dcp_in_json, OPENING | {"trust_pickle"}, _PRINT)
-    )
+_PRINT = {
+    "part": option(str, "--slice", help="A part, as numpy writes it: '0:2, :, 3'."),
+    "stats": flag("--stats", help="Minimum, maximum, mean, NaN and Inf counts."),
+}
 
 
 def inspect(checkpoint: Checkpoint, **given: Any) -> None:
@@ -65,7 +60,12 @@ def inspect(checkpoint: Checkpoint, **given: Any) -> None:
         checkpoint, given["iteration"], keys, given["list_group_meta"], given["trust_pickle"]
     )
     if keys:
-        render.say_unmatched(keys, (*found.catalog.tensors, *found.catalog.objects))
+        from ckpt_tools.close_names import unmatched
+
+        names = (*found.catalog.tensors, *found.catalog.objects)
+        for pattern, close in unmatched(keys, names).items():
+            hint = f" Did you mean {', '.join(map(render.escape, close))}?" if close else ""
+            render.say(f"note: --keys {render.escape(repr(pattern))} matches nothing.{hint}")
     html = given["html"]
     if html is not None:
         from ckpt_tools.commands.look.inspect_page import inspection_html
@@ -178,3 +178,103 @@ def _leaves(found: Inspection) -> Iterator[tuple[str, str]]:
         yield tensor.key, f"{tensor.dtype} {list(tensor.shape)}"
     for key, nbytes in found.objects():
         yield key, f"object, {nbytes:,} bytes"
+
+
+def ls(
+    run: Annotated[str, typer.Argument(help="A run's root, one checkpoint, or a folder of runs.")],
+    **given: Any,
+) -> None:
+    """List the iterations of a run: whole or not, size, format, and the topology that they were written for.
+
+    Of a folder with several runs, list the runs. What is damaged is named, with exit code 0: `verify` judges.
+    """
+    from ckpt_tools.commands.look.ls import list_run
+
+    found = list_run(run, given["trust_pickle"])
+    print(render.json_text(found.as_json())) if given["as_json"] else _print_iterations(found)
+
+
+def _print_iterations(found: RunListing) -> None:
+    from ckpt_tools.formats.locate.run_layouts import layouts_of
+
+    if found.runs:
+        _print_runs(found)
+        return
+    rows = [
+        (
+            "/".join(filter(None, (row.name, row.inside))) + (" *" if row.is_latest else ""),
+            row.state,
+            human_bytes(row.nbytes),
+            row.kind or "-",
+            " ".join(f"{axis}{size}" for axis, size in (row.topology or {}).items()) or "-",
+        )
+        for row in found.iterations
+    ]
+    render.print_table(("iteration", "state", "size", "format", "topology"), rows)
+    if found.latest:
+        how = (
+            "that is whole, of"
+            if any(layout.loaded for layout in layouts_of(found.latest))
+            else "by the tracker of"
+        )
+        render.tell(f"* the latest, {how} {render.escape(found.root)}")
+    if found.note:
+        render.tell(f"no latest: {render.escape(found.note)}")
+    for row in found.iterations:
+        if row.why:
+            render.tell(f"{row.name}: {render.escape(row.why)}")
+    if found.others:
+        largest = sorted(found.others.items(), key=lambda pair: -pair[1])
+        listed = ", ".join(f"{render.escape(name)} {human_bytes(n)}" for name, n in largest[:5])
+        more = f", and {len(largest) - 5:,} more" if len(largest) > 5 else ""
+        render.tell(f"beside them: {listed}{more}")
+
+
+def _print_runs(found: RunListing) -> None:
+    rows = [
+        (row.name, row.iterations, row.latest or "-", row.kind or "-", human_bytes(row.nbytes))
+        for row in found.runs
+    ]
+    render.print_table(("run", "iterations", "latest", "format", "size"), rows)
+
+
+def print_tensor(
+    checkpoint: Checkpoint,
+    key: Annotated[str, typer.Argument(help="A stored key; `inspect` lists them.")],
+    **given: Any,
+) -> None:
+    """Print a stored tensor or object; only what is shown is read.
+
+    Values are taken as they are stored: checksums are not compared (`verify --content` does that).
+    """
+    from ckpt_tools.commands.look.print_tensor import print_tensor as read
+
+    printed = read(checkpoint, key, given["part"], given["stats"], given["iteration"], given["trust_pickle"])
+    if given["as_json"]:
+        print(render.json_text(printed.as_json()))
+        return
+    if printed.dtype is None:
+        render.tell_whole(render.json_text(printed.values))
+        return
+    chunks = counted(len(printed.chunks), "chunk")
+    render.tell(f"{render.escape(printed.key)}: {printed.dtype} {list(printed.shape)}, {chunks}")
+    for name, value in printed.statistics.items():
+        render.tell(f"  {name:<9}{value}")
+    if printed.box is not None and printed.box.size != printed.shape:
+        render.tell(f"  shown: {printed.box}")
+    render.tell_whole(render.escape_lines(render_values(printed.values)))
+
+
+def render_values(values: object) -> str:
+    """Nested lists of numbers, a row a line."""
+    if isinstance(values, list) and values and isinstance(values[0], list):
+        return "[" + ",\n".join(render_values(row) for row in values) + "]"
+    return str(values)
+
+
+COMMANDS = {
+    "inspect": with_options(inspect, READING | {"as_json"}, _INSPECT),
+    "print-torch-dcp-in-json": with_options(print_torch_dcp_in_json, OPENING | {"trust_pickle"}, _DCP_JSON),
+    "ls": with_options(ls, OPENING | {"trust_pickle", "as_json"}),
+    "print-tensor": with_options(print_tensor, READING | {"as_json"}, _PRINT),
+}
