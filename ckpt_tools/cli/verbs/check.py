@@ -14,6 +14,7 @@ from ckpt_tools.cli.options import flag, option
 from ckpt_tools.cli.table import EVERY_ITERATION, READING, Checkpoint, Given, fill, with_options
 from ckpt_tools.human import counted
 from ckpt_tools.model.choices import DialectName, ReportFormat, assert_never
+from ckpt_tools.plain_data import plain
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.check.launch import Launch
@@ -112,8 +113,7 @@ def preflight(
     )
     launch, as_is = _command(found.launch), _command(found.as_is)
     chosen = _chosen(given)
-    starts = [one.as_json() for one in found.starts]
-    more = {"program": found.program, "launch": launch, "as_is": as_is, "starts": starts}
+    more = {"program": found.program, "launch": launch, "as_is": as_is, "starts": plain(found.starts)}
     _print_report(found.report, "preflight", chosen, given["junit"], more)
     if chosen == "text":
         _print_starts(found.starts)

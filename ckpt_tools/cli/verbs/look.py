@@ -15,6 +15,7 @@ from ckpt_tools.cli.options import flag, option
 from ckpt_tools.cli.table import OPENING, READING, Checkpoint, with_options
 from ckpt_tools.human import counted, human_bytes
 from ckpt_tools.model.choices import InspectBy
+from ckpt_tools.plain_data import plain
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.look.inspect import Inspection
@@ -120,17 +121,7 @@ def _json_sums(found: Inspection, axes: Sequence[InspectBy]) -> dict[str, list[d
 
 def _json_lists(found: Inspection) -> dict[str, Iterator[object]]:
     return {
-        "tensors": (
-            {
-                "key": t.key,
-                "dtype": t.dtype,
-                "shape": t.shape,
-                "chunks": t.chunks,
-                "bytes": t.nbytes,
-                "role": t.role,
-            }
-            for t in found.tensors()
-        ),
+        "tensors": (plain(tensor, {"nbytes": "bytes"}) for tensor in found.tensors()),
         "objects": ({"key": key, "bytes": nbytes} for key, nbytes in found.objects()),
     }
 

@@ -16,9 +16,11 @@ from ckpt_tools.cli.job_sizes import JOB_SIZES, layout_of
 from ckpt_tools.cli.options import option
 from ckpt_tools.cli.table import fill, with_options
 from ckpt_tools.human import human_bytes
+from ckpt_tools.plain_data import plain
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.convert.plan import Priced
+    from ckpt_tools.sharding.memory import Memory
 
 _STDOUT = Path("-")
 _LISTED_RANKS = 32
@@ -80,36 +82,16 @@ def _layout(found: Priced) -> str:
 
 
 def _json_lists(found: Priced) -> dict[str, Iterator[Any]]:
+    names = {"nbytes": "bytes"}
     return {
-        "ranks": (
-            {
-                "rank": cost.rank,
-                "files": cost.files,
-                "items": cost.items,
-                "bytes": cost.nbytes,
-                "memory": None if cost.memory is None else _memory(cost.memory),
-            }
-            for cost in found.costs
-        ),
-        "tensors": (
-            {
-                "key": t.key,
-                "dtype": t.dtype,
-                "shape": t.shape,
-                "role": t.role,
-                "boxes": t.boxes,
-                "bytes": t.nbytes,
-                "strategies": t.strategies,
-            }
-            for t in found.tensors()
-        ),
+        "ranks": (plain(cost, names) | {"memory": _memory(cost.memory)} for cost in found.costs),
+        "tensors": (plain(tensor, names) for tensor in found.tensors()),
         "items": found.item_rows(),
     }
 
 
-def _memory(memory: Any) -> dict[str, int]:
-    parts = ("weights", "main_weights", "gradients", "adam", "padding", "communication", "persistent", "peak")
-    return {part: getattr(memory, part) for part in parts}
+def _memory(memory: Memory | None) -> dict[str, int] | None:
+    return None if memory is None else plain(memory) | {"persistent": memory.persistent, "peak": memory.peak}
 
 
 def _print(found: Priced) -> None:
