@@ -95,7 +95,7 @@ def test_quiet_does_not_hide_errors(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert err.startswith("error: iteration 2")
 
 
-@pytest.mark.parametrize("words", ["inspect {}", "verify {}", "ls {}", "stats {} -q"])
+@pytest.mark.parametrize("words", ["inspect {}", "verify {} -v", "ls {}", "stats {} -q"])
 def test_forty_columns(words: str) -> None:
     """A row becomes lines of its own; nothing is cut and no column is a letter wide."""
     text = on_a_terminal(words.format(RUN).split(), COLUMNS="40")

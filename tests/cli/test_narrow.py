@@ -31,7 +31,7 @@ TABLES = [
     f"diff {RUN} {FSDP}",
     f"plan {MOE} --gpus 4",
     f"plan {MOE} --tensor *qkv* --dp-shard 2",
-    f"verify {RUN}",
+    f"verify {RUN} -v",
     f"inspect {MOE}",
     f"preflight {FSDP}",
     f"preflight {RUN}",

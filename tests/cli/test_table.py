@@ -120,7 +120,7 @@ def test_a_choice_has_the_words_of_its_field(filled: Callable[..., Any], own: Ma
         (WriteOptions, {"workers", "threads", "memory_bytes", "fsync", "direct", "check_source", "tiles"}),
         (
             VerifyOptions,
-            check._VERIFY.keys() - {"as_json", "iteration"}
+            check._VERIFY.keys() - {"as_json", "iteration", "verbose"}
             | {"every_iteration"}
             | {"workers", "threads", "trust_pickle"},
         ),

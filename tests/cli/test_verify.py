@@ -37,9 +37,9 @@ def damaged(tmp_path):
 
 
 def test_verify_says_valid(capsys):
-    assert run(["verify", str(fixture_dir(NATIVE)), "--content"]) == 0
+    assert run(["verify", str(fixture_dir(NATIVE)), "--content", "-v"]) == 0
     out, err = capsys.readouterr()
-    assert "is valid" in out
+    assert out.splitlines()[0] == f"{fixture_dir(NATIVE) / ITERATION} (fsdp_dtensor) is valid"
     assert all(name in out for name in ("tiling", "frames", "states", "groups", "checksums", "values"))
     assert err == ""
 
@@ -47,7 +47,9 @@ def test_verify_says_valid(capsys):
 def test_verify_says_what_is_wrong_and_leaves_with_1(damaged, capsys):
     assert run(["verify", str(damaged)]) == 0
     assert run(["verify", str(damaged), "--content"]) == 1
-    assert f"error: checksums: {NORM} [0:32]" in capsys.readouterr().out
+    verdict, *found = capsys.readouterr().out.splitlines()
+    assert verdict == f"{damaged / ITERATION} (fsdp_dtensor) is not valid: 1 error"
+    assert len(found) == 1 and found[0].startswith(f"error: checksums: {NORM} [0:32]")  # -v adds the checks
 
 
 def test_verify_as_json(damaged, capsys):
