@@ -55,7 +55,7 @@ def _options(
         False, "--version", "-V", help="Print the version, and those of the libraries."
     ),
     verbose: bool = typer.Option(
-        False, "--verbose", help="With --version: also the machine and the settings, for a bug report."
+        False, "--verbose", "-v", help="With --version: also the machine and the settings, for a bug report."
     ),
     for_agents: bool = typer.Option(
         False, "--for-agents", help="Print what an automated assistant needs to know (Markdown)."

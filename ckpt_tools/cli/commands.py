@@ -56,7 +56,7 @@ MEANT = {
     "shapes": "inspect", "dtypes": "inspect", "describe": "inspect", "head": "print-tensor", "get": "print-tensor",
     "launch": "preflight", "flags": "preflight", "ready": "preflight", "mv": "copy", "drop": "modify-state-dict",
     "delete": "modify-state-dict", "checksum": "verify --content", "sha256": "verify --write-manifest FILE",
-    "version": "--version", "help": "--help",
+    "version": "--version",
 }  # fmt: skip
 
 # What former releases had, and what does it now: a command, or a command and its option.
@@ -122,7 +122,12 @@ class Group(TyperGroup):
         super().__init__(**attributes | {"commands": Commands()})
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        unknown = args[0] if args and args[0] not in self.commands else ""
+        if args[0] == "help":
+            if not args[1:]:
+                print(ctx.get_help())
+                ctx.exit()
+            args = [*args[1:], "--help"]
+        unknown = args[0] if args[0] not in self.commands else ""
         if unknown in REMOVED:
             ctx.fail(f"No such command '{unknown}'. {REMOVED[unknown]}")
         meant = MEANT.get(unknown)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Set
+from copy import copy
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar, cast
+from typing import Annotated, Any, Final, TypeVar, cast, get_args, get_origin
 
 import typer
 
@@ -207,7 +208,9 @@ def with_options(
     rows = {name: row for name, row in own.items() if name not in TABLE}
     rows |= {name: own.get(name, row) for name, row in TABLE.items() if name in {*names, *own}}
     arguments = [
-        p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD and p.name not in rows
+        _argument(p)
+        for p in signature.parameters.values()
+        if p.kind is not p.VAR_KEYWORD and p.name not in rows
     ]
     made = [row.parameter(name) for name, row in rows.items()]
 
@@ -220,6 +223,17 @@ def with_options(
     command.__doc__ = function.__doc__
     command.rows = rows  # type: ignore[attr-defined]
     return command
+
+
+def _argument(parameter: inspect.Parameter) -> inspect.Parameter:
+    """An argument under its name in capitals, which not every version of Typer gives it."""
+    if get_origin(parameter.annotation) is not Annotated:
+        return parameter  # the context
+    kind, given = get_args(parameter.annotation)
+    name = parameter.name.upper()
+    info = copy(given)
+    info.metavar = given.metavar or (f"{name.removesuffix('S')}..." if get_origin(kind) is list else name)
+    return parameter.replace(annotation=Annotated[kind, info])
 
 
 def fill(options: type[AnyOptions], given: Given, **more: Any) -> AnyOptions:

@@ -12,8 +12,8 @@ from xml.etree import ElementTree as Xml
 import pytest
 
 import ckpt_tools
+from ckpt_tools.cli import findings
 from ckpt_tools.cli.app import run
-from ckpt_tools.cli.render import findings
 from ckpt_tools.cli.verbs.diff import two_values
 from ckpt_tools.commands.check import verify_masters
 from ckpt_tools.errors import CkptError, Interrupted, Terminated

@@ -25,7 +25,8 @@ _COLUMN = 12.2  # units of the picture
 SHOWN = [
     ("inspect llama --keys 'decoder.layers.mlp.*weight'", 9, 11),
     ("convert llama llama_fsdp --dp-shard 4", 8, 0),
-    ("verify llama_fsdp --content", 99, 0),
+    ("verify llama_fsdp --content", 1, 0),
+    ("preflight llama_fsdp", 14, 0),
     ("diff llama llama_fsdp", 0, 1),
 ]
 

@@ -304,8 +304,8 @@ def _print_repaired(done: Repaired) -> None:
 
 
 def copy(
-    source: Annotated[str, typer.Argument(help="A run's root or one checkpoint: a folder or a URL.")],
-    output: Annotated[str, typer.Argument(help="A root for a root, else one folder; a folder or a URL.")],
+    input_dir: Annotated[str, typer.Argument(help="A run's root or one checkpoint: a folder or a URL.")],
+    output_dir: Annotated[str, typer.Argument(help="A root for a root, else one folder; a folder or a URL.")],
     **given: Any,
 ) -> None:
     """Copy checkpoints between folders and object stores: every payload proven, all or nothing, resumable."""
@@ -319,7 +319,7 @@ def copy(
         CopyOptions, given, iteration=None if of_all else given["iteration"], every_iteration=of_all
     )
     with progress_bar(given["quiet"]) as progress:
-        done = copy_checkpoint(source, output, options, progress)
+        done = copy_checkpoint(input_dir, output_dir, options, progress)
     print(render.json_text(done.as_json())) if given["as_json"] else _print_copies(done)
     for iteration in done.not_finished:
         say_unfinished(iteration)
