@@ -11,7 +11,7 @@ import typer
 import typer.main
 from typer.core import TyperGroup
 
-from ckpt_tools.cli.help import fit_page, write_epilog, write_parameters, write_sections, write_usage
+from ckpt_tools.cli.help import fit_page, parameters, write_epilog, write_sections, write_usage
 from ckpt_tools.cli.manual import PAGES, page
 from ckpt_tools.errors import Interrupted
 
@@ -158,7 +158,7 @@ class Group(TyperGroup):
         write_usage(self, ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        write_parameters(self, ctx, formatter)
+        write_sections(parameters(self, ctx), formatter)
         pages = ((name, PAGES[name]) for name in self.commands)
         write_sections(((page.section, (name, page.summary)) for name, page in pages), formatter)
 

@@ -180,6 +180,10 @@ TORCH_DIST_TARGET = frozenset({
     "dialect", "layer_spec", "weights_only", "dtype", "extra_state", "stacked",
     "gpus", "tp", "ep", "etp",
 })  # fmt: skip
+# Of commands with many options, those that `--help` shows, besides the command's own.
+EVERYDAY = frozenset({
+    "dialect", "weights_only", "dtype", "gpus", "tp", "iteration", "overwrite", "resume", "dry_run", "as_json",
+})  # fmt: skip
 REWRITING = frozenset({"check_source", "overwrite", "as_json"})
 RUNNING = OPENING | REWRITING | {
     "resume", "dry_run", "workers", "threads", "memory_bytes", "fsync", "direct", "report",
@@ -221,7 +225,7 @@ def with_options(
     command.__signature__ = signature.replace(parameters=[*arguments, *made])  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in (*arguments, *made)}
     command.__doc__ = function.__doc__
-    command.rows = rows  # type: ignore[attr-defined]
+    command.everyday = EVERYDAY | own.keys()  # type: ignore[attr-defined]
     return command
 
 

@@ -46,6 +46,7 @@ def test_verify_says_valid(capsys):
 
 def test_verify_says_what_is_wrong_and_leaves_with_1(damaged, capsys):
     assert run(["verify", str(damaged)]) == 0
+    assert "is valid; the values were not read" in capsys.readouterr().out
     assert run(["verify", str(damaged), "--content"]) == 1
     verdict, *found = capsys.readouterr().out.splitlines()
     assert verdict == f"{damaged / ITERATION} (fsdp_dtensor) is not valid: 1 error"

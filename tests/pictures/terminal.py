@@ -38,9 +38,8 @@ def record() -> list[Text]:
         shutil.copytree(DATA / "core019_llama_tp2_fully_reshardable", Path(folder, "llama"))
         for words, first, last in SHOWN:
             lines.append(Text.assemble(("$ ", "bold green"), (f"checkpoint-inspector {words}", "bold")))
-            printed = (
-                on_a_terminal(shlex.split(words), Path(folder), COLUMNS=str(WIDTH)).strip("\n").split("\n")
-            )
+            text = on_a_terminal(shlex.split(words), Path(folder), COLUMNS=str(WIDTH))
+            printed = text.replace(f"{folder}/", "").strip("\n").split("\n")
             printed = [line for line in printed if re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).strip()]
             printed = [line for line in printed if "━" not in line]  # a bar of progress has a time of its own
             shown = [Text.from_ansi(line.rstrip()) for line in printed]
