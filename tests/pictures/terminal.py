@@ -25,8 +25,7 @@ _COLUMN = 12.2  # units of the picture
 SHOWN = [
     ("inspect llama --keys 'decoder.layers.mlp.*weight'", 9, 11),
     ("convert llama llama_fsdp --dp-shard 4", 8, 0),
-    ("verify llama_fsdp --content", 1, 0),
-    ("preflight llama_fsdp", 14, 0),
+    ("verify llama_fsdp --content", 99, 0),
     ("diff llama llama_fsdp", 0, 1),
 ]
 
@@ -38,8 +37,9 @@ def record() -> list[Text]:
         shutil.copytree(DATA / "core019_llama_tp2_fully_reshardable", Path(folder, "llama"))
         for words, first, last in SHOWN:
             lines.append(Text.assemble(("$ ", "bold green"), (f"checkpoint-inspector {words}", "bold")))
-            text = on_a_terminal(shlex.split(words), Path(folder), COLUMNS=str(WIDTH))
-            printed = text.replace(f"{folder}/", "").strip("\n").split("\n")
+            printed = (
+                on_a_terminal(shlex.split(words), Path(folder), COLUMNS=str(WIDTH)).strip("\n").split("\n")
+            )
             printed = [line for line in printed if re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).strip()]
             printed = [line for line in printed if "━" not in line]  # a bar of progress has a time of its own
             shown = [Text.from_ansi(line.rstrip()) for line in printed]
