@@ -42,7 +42,7 @@ class Command(TyperCommand):
             rows = parameters(self, ctx, everyday | {"help"})
         write_sections(rows, formatter)
         if hidden := options - sum(panel != "Arguments" for panel, _ in rows):
-            formatter.write(f"\n{hidden} more options: {ctx.command_path} --help-all\n")
+            formatter.write(f"\n--help-all shows {hidden} more options.\n")
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         write_epilog(self.epilog, formatter)

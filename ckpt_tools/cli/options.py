@@ -28,7 +28,8 @@ class Row(NamedTuple):
         (inner,) = get_args(kind) if get_origin(kind) is list else (kind,)
         if get_origin(inner) is Literal:
             # Typer knows `Literal` since 0.19 only, enumerations always.
-            words: Any = _enumeration(get_args(inner))
+            choices = {word: word for word in get_args(inner)}
+            words: Any = Enum("Choice", choices, type=str)  # type: ignore[misc]
             kind = words if inner is kind else list[words]
             default = None if default is None else words(default)
         spelled: Any = Annotated[
@@ -44,10 +45,6 @@ class Row(NamedTuple):
 
 def _plain(given: Any) -> Any:
     return given.value if isinstance(given, Enum) else given
-
-
-def _enumeration(words: tuple[str, ...]) -> Any:
-    return Enum("Choice", {word: word for word in words}, type=str)
 
 
 def option(
@@ -187,7 +184,7 @@ def in_a_folder(file: Path | None) -> Path | None:
         why = "check its permissions" if file.exists() else f"check the permissions of {file.parent}"
     elif any(any(file.parent.glob(pattern)) for pattern in _OF_CHECKPOINTS):
         why = f"{file.parent} holds a checkpoint, where only its own files belong"
-    elif file.is_file() and not _can_be_replaced(file):
+    elif file.is_file() and not _is_report(file):
         why = "it exists and is neither a report nor a page; choose another name or remove it"
     else:
         return file
@@ -197,7 +194,7 @@ def in_a_folder(file: Path | None) -> Path | None:
 _OF_CHECKPOINTS = (".metadata", "*.distcp", "*.safetensors", "common.pt")
 
 
-def _can_be_replaced(file: Path) -> bool:
+def _is_report(file: Path) -> bool:
     """Whether a file begins as what is written in its place does: as JSON, HTML, SVG or XML, or is empty."""
     with file.open("rb") as content:
         start = content.read(64).lstrip()

@@ -181,11 +181,17 @@ def say(note: str) -> None:
     tell(note, sys.stderr)
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:
-    """A table on stdout; numbers are right-aligned, text that is too long for the terminal is folded."""
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "", most: int | None = None
+) -> None:
+    """A table on stdout, of its first `most` rows; numbers are right-aligned, what is too long is folded."""
     if _is_quiet:
         return
     values = [list(row) for row in rows]
+    if most is not None and len(values) > most:
+        print_table(columns, values[:most], title)
+        tell(f"... and {len(values) - most:,} more (--json lists all)")
+        return
     cells = [[f"{v:,}" if isinstance(v, int) else escape(str(v)) for v in row] for row in values]
     numeric = [bool(values) and all(isinstance(row[i], int) for row in values) for i in range(len(columns))]
     tell(f"\n{title}" if title else "")

@@ -30,12 +30,14 @@ def print_report(report: ConversionReport) -> None:
     if report.written and report.written.was_there:
         done = "compared, as all of it was there already:"
     made = "" if report.iteration == report.source_iteration else iteration_text(report.iteration)
+    is_named = report.output_format == "hf" and report.architecture
+    architecture = f": {report.architecture}" if is_named else ""
     # No groups: weights only, or carried over as they are stored.
     groups = f", groups {report.groups}" if report.groups else ""
     lines = [
         f"{done} {report.source} -> {report.output}",
         f"  source     {_source(report)}{iteration_text(report.source_iteration)}",
-        f"  target     {report.output_format} for {report.loader or 'the same loader'}{_architecture(report)}{made}",
+        f"  target     {report.output_format} for {report.loader or 'the same loader'}{architecture}{made}",
         f"  holds      {report.tensors:,} tensors, {report.objects:,} objects and scalars{groups}",
         f"  masters    {masters_text(report.masters)}",
     ]
@@ -83,10 +85,6 @@ def _source(report: ConversionReport) -> str:
     layout = report.optimizer_layout
     same = layout in (None, report.source_format)
     return report.source_format if same else f"{report.source_format}, {layout}"
-
-
-def _architecture(report: ConversionReport) -> str:
-    return f": {report.architecture}" if report.output_format == "hf" and report.architecture else ""
 
 
 def masters_text(masters: Masters) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,8 +62,7 @@ def inspect(checkpoint: Checkpoint, **given: Any) -> None:
     if keys:
         from ckpt_tools.close_names import unmatched
 
-        names = (*found.catalog.tensors, *found.catalog.objects)
-        for pattern, close in unmatched(keys, names).items():
+        for pattern, close in unmatched(keys, (*found.catalog.tensors, *found.catalog.objects)).items():
             hint = f" Did you mean {', '.join(map(render.escape, close))}?" if close else ""
             render.say(f"note: --keys {render.escape(repr(pattern))} matches nothing.{hint}")
     html = given["html"]
@@ -75,8 +73,15 @@ def inspect(checkpoint: Checkpoint, **given: Any) -> None:
         if str(html) == "-":
             return
     if given["as_json"]:
-        summary = found.summary() | ({"by": _json_sums(found, given["by"])} if given["by"] else {})
-        sys.stdout.writelines(render.json_lines(summary, _json_lists(found)))
+        head, names = found.summary(), {"nbytes": "bytes"}
+        if given["by"]:
+            head["by"] = {
+                axis: [{axis: name or None, **plain(t, names)} for name, t in found.by(axis).items()]
+                for axis in given["by"]
+            }
+        tensors = (plain(tensor, names) for tensor in found.tensors())
+        objects = ({"key": key, "bytes": nbytes} for key, nbytes in found.objects())
+        sys.stdout.writelines(render.json_lines(head, {"tensors": tensors, "objects": objects}))
         return
     _print_summary(found)
     for axis in given["by"] or ():
@@ -87,7 +92,9 @@ def inspect(checkpoint: Checkpoint, **given: Any) -> None:
     if given["by"]:
         return
     if given["tree"]:
-        render.print_tree(found.location.path, _leaves(found))
+        leaves = [(t.key, f"{t.dtype} {list(t.shape)}") for t in found.tensors()]
+        leaves += [(key, f"object, {nbytes:,} bytes") for key, nbytes in found.objects()]
+        render.print_tree(found.location.path, leaves)
     else:
         _print_listing(found)
 
@@ -107,23 +114,6 @@ def print_torch_dcp_in_json(
     written = None if given["no_write"] else write_group_map(torch_dcp_dir, trust_pickle)
     if written:
         render.say(f"wrote {render.escape(written)}")
-
-
-def _json_sums(found: Inspection, axes: Sequence[InspectBy]) -> dict[str, list[dict[str, object]]]:
-    return {
-        axis: [
-            {axis: name or None, "tensors": t.tensors, "elements": t.elements, "bytes": t.nbytes}
-            for name, t in found.by(axis).items()
-        ]
-        for axis in axes
-    }
-
-
-def _json_lists(found: Inspection) -> dict[str, Iterator[object]]:
-    return {
-        "tensors": (plain(tensor, {"nbytes": "bytes"}) for tensor in found.tensors()),
-        "objects": ({"key": key, "bytes": nbytes} for key, nbytes in found.objects()),
-    }
 
 
 def _print_summary(found: Inspection) -> None:
@@ -162,13 +152,6 @@ def _print_listing(found: Inspection) -> None:
         render.tell(
             f"and {found.group_meta:,} param_to_group_meta objects (--not-ignore-param-to-group-meta lists them)"
         )
-
-
-def _leaves(found: Inspection) -> Iterator[tuple[str, str]]:
-    for tensor in found.tensors():
-        yield tensor.key, f"{tensor.dtype} {list(tensor.shape)}"
-    for key, nbytes in found.objects():
-        yield key, f"object, {nbytes:,} bytes"
 
 
 def ls(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,7 +50,13 @@ def plan(
     if _STDOUT in (given["svg"], given["html"]):
         return  # nothing but the picture
     if given["as_json"]:
-        sys.stdout.writelines(render.json_lines(found.summary(), _json_lists(found)))
+        names = {"nbytes": "bytes"}
+        lists: dict[str, Iterator[Any]] = {
+            "ranks": (plain(cost, names) | {"memory": _memory(cost.memory)} for cost in found.costs),
+            "tensors": (plain(tensor, names) for tensor in found.tensors()),
+            "items": found.item_rows(),
+        }
+        sys.stdout.writelines(render.json_lines(found.summary(), lists))
     else:
         _print(found)
 
@@ -79,15 +85,6 @@ def _layout(found: Priced) -> str:
         del sizes["etp"]
     axes = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "dp_shard")
     return f"{found.layout.name}, {axes} = {found.layout.ranks} ranks, {topology.strategy}"
-
-
-def _json_lists(found: Priced) -> dict[str, Iterator[Any]]:
-    names = {"nbytes": "bytes"}
-    return {
-        "ranks": (plain(cost, names) | {"memory": _memory(cost.memory)} for cost in found.costs),
-        "tensors": (plain(tensor, names) for tensor in found.tensors()),
-        "items": found.item_rows(),
-    }
 
 
 def _memory(memory: Memory | None) -> dict[str, int] | None:
@@ -131,7 +128,10 @@ def _print_ranks(found: Priced) -> None:
         title = f"the smallest and largest of {len(found.costs):,} ranks (--json lists all, --rank one)"
     size = human_bytes
     columns = ["rank", "files", "items", "bytes"]
-    rows: list[list[object]] = [[c.rank, _file_names(c.files), c.items, size(c.nbytes)] for c in costs]
+    rows: list[list[object]] = [
+        [c.rank, " ... ".join(dict.fromkeys((*c.files[:1], *c.files[-1:]))), c.items, size(c.nbytes)]
+        for c in costs
+    ]
     if found.layout.name != "even":
         columns += ["weights", "main weights", "gradients", "Adam", "padding", "peak, no activations"]
         for row, cost in zip(rows, costs, strict=True):
@@ -140,10 +140,6 @@ def _print_ranks(found: Priced) -> None:
             held = (m.weights, m.main_weights, m.gradients, m.adam, m.padding, m.peak)
             row += [size(n) for n in held]
     render.print_table(columns, rows, title)
-
-
-def _file_names(files: Sequence[str]) -> str:
-    return " ... ".join(dict.fromkeys((*files[:1], *files[-1:])))
 
 
 def _print_tensors(found: Priced) -> None:
