@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.cli import manual
-from ckpt_tools.cli.removed import REMOVED
+from ckpt_tools.cli.commands import REMOVED
 from ckpt_tools.megatron.huggingface.config.ledger import arguments
 from tests.cli.options import OPTIONS
 from tests.conftest import REPO

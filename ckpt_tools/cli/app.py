@@ -18,10 +18,9 @@ from typing import Any, TextIO
 import typer
 
 from ckpt_tools import __version__
-from ckpt_tools.cli.commands import Group
+from ckpt_tools.cli.commands import Group, removed_option
 from ckpt_tools.cli.manual import closing
-from ckpt_tools.cli.removed import removed_option
-from ckpt_tools.cli.render.render import be_quiet, complain, escape_lines, say
+from ckpt_tools.cli.render import be_quiet, complain, escape_lines, say
 from ckpt_tools.credentials import hidden
 from ckpt_tools.errors import CkptError, Interrupted, StorageError, UsageError
 from ckpt_tools.redaction import redacted
@@ -56,7 +55,7 @@ def _options(
         False, "--version", "-V", help="Print the version, and those of the libraries."
     ),
     verbose: bool = typer.Option(
-        False, "--verbose", help="With --version: also the machine and the settings, for a bug report."
+        False, "--verbose", "-v", help="With --version: also the machine and the settings, for a bug report."
     ),
     for_agents: bool = typer.Option(
         False, "--for-agents", help="Print what an automated assistant needs to know (Markdown)."
@@ -191,7 +190,7 @@ def _show_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **_more: Any
 ) -> None:
     """What the library warns of, once for all ranks; others speak as they do."""
-    from ckpt_tools.cli.render.progress import is_first_rank
+    from ckpt_tools.cli.progress import is_first_rank
 
     if category is not UserWarning:
         sys.stderr.write(warnings.formatwarning(message, category, filename, lineno))

@@ -5,42 +5,41 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 import typer
 import typer.main
 from typer.core import TyperGroup
 
-from ckpt_tools.cli.help import fit_page, write_epilog, write_parameters, write_sections, write_usage
-from ckpt_tools.cli.manual import PAGES
-from ckpt_tools.cli.removed import REMOVED
+from ckpt_tools.cli.help import fit_page, parameters, write_epilog, write_sections, write_usage
+from ckpt_tools.cli.manual import PAGES, page
 from ckpt_tools.errors import Interrupted
 
-# The module that registers each command, in the order of the program's help.
+# The module of each command, in the order of the program's help.
 MODULES = {
-    "inspect": "inspect",
-    "print-torch-dcp-in-json": "inspect",
+    "inspect": "look",
+    "print-torch-dcp-in-json": "look",
     "convert": "convert",
     "convert-torch-dist-to-fsdp-dtensor": "convert",
     "convert-fsdp-dtensor-to-torch-dist": "convert",
-    "build-param-group-map": "group_map",
-    "ls": "ls",
+    "build-param-group-map": "convert",
+    "ls": "look",
     "stats": "stats",
     "plan": "plan",
     "export-hf": "huggingface",
     "import-hf": "huggingface",
-    "verify": "verify",
+    "verify": "check",
     "diff": "diff",
     "compare-two-checkpoint": "diff",
-    "preflight": "verify",
+    "preflight": "check",
     "modify-state-dict": "edit",
     "slice": "edit",
-    "copy": "copy",
-    "average": "average",
-    "merge-adapter": "merge_adapter",
-    "strip": "strip",
-    "repair": "repair",
-    "print-tensor": "edit",
+    "copy": "edit",
+    "average": "edit",
+    "merge-adapter": "edit",
+    "strip": "edit",
+    "repair": "edit",
+    "print-tensor": "look",
 }
 
 
@@ -57,18 +56,48 @@ MEANT = {
     "shapes": "inspect", "dtypes": "inspect", "describe": "inspect", "head": "print-tensor", "get": "print-tensor",
     "launch": "preflight", "flags": "preflight", "ready": "preflight", "mv": "copy", "drop": "modify-state-dict",
     "delete": "modify-state-dict", "checksum": "verify --content", "sha256": "verify --write-manifest FILE",
-    "version": "--version", "help": "--help",
+    "version": "--version",
 }  # fmt: skip
+
+# What former releases had, and what does it now: a command, or a command and its option.
+REMOVED: Final[dict[str, str]] = {
+    "convert --aliases": "Convert once for each program: --target.",
+    "convert-torch-dist-to-fsdp-dtensor --aliases": "Convert once for each program: --target.",
+    **dict.fromkeys(
+        ("convert --like-source", "convert-fsdp-dtensor-to-torch-dist --like-source"),
+        "Megatron does not load masters that are stored as remainders; fp32 masters load with the right loss.",
+    ),
+    **dict.fromkeys(
+        ("convert --keep-states", "convert-torch-dist-to-fsdp-dtensor --keep-states", "plan --keep-states"),
+        "No job loads such states; keep the source for the way back.",
+    ),
+    "verify --against": "Use `diff A B --headers`.",
+    "repair --trust-masters": "repair corrects keys of fsdp_dtensor and changes no weights.",
+    **dict.fromkeys(
+        ("plan --disk", "plan --network", "plan --nodes"),
+        "Times of other machines are no longer predicted; a conversion takes about the time of cp -r.",
+    ),
+    "watch": "Run 'convert RUN OUT --iteration all' again, from a timer or a loop: it converts what is new.",
+    "du": "inspect CKPT --by role (layer, rank, dtype, file) shows where bytes are, ls RUN sizes of iterations.",
+    "env": "Use 'checkpoint-inspector --version --verbose'.",
+    "man": "Use --help of each command; 'checkpoint-inspector --for-agents' prints the text for assistants.",
+}
+
+
+def removed_option(error: object) -> str:
+    """The sentence on the option that click does not know, or nothing."""
+    command = getattr(getattr(error, "ctx", None), "info_name", None)
+    sentence = REMOVED.get(f"{command} {getattr(error, 'option_name', None)}")
+    return f" {sentence}" if sentence else ""
 
 
 class Commands(Mapping[str, Any]):
     """Every command by its name, built now."""
 
     def __getitem__(self, name: str) -> Any:
-        module = MODULES[name]
+        function = import_module(f"ckpt_tools.cli.verbs.{MODULES[name]}").COMMANDS[name]
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
-        import_module(f"ckpt_tools.cli.verbs.{module}").register(app)
-        app.registered_commands = [command for command in app.registered_commands if command.name == name]
+        app.command(**page(name))(function)
         return typer.main.get_command(app)
 
     def __contains__(self, name: object) -> bool:
@@ -97,14 +126,19 @@ class Group(TyperGroup):
         super().__init__(**attributes | {"commands": Commands()})
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        unknown = args[0] if args and args[0] not in self.commands else ""
+        if args[0] == "help":
+            if not args[1:]:
+                print(ctx.get_help())
+                ctx.exit()
+            args = [*args[1:], "--help"]
+        unknown = args[0] if args[0] not in self.commands else ""
         if unknown in REMOVED:
             ctx.fail(f"No such command '{unknown}'. {REMOVED[unknown]}")
         meant = MEANT.get(unknown)
         if meant is not None:
             ctx.fail(f"No such command '{args[0]}'. Try '{ctx.command_path} {meant}'.")
         found = super().resolve_command(ctx, args)
-        from ckpt_tools.cli.render.progress import name_work
+        from ckpt_tools.cli.progress import name_work
 
         name_work(found[0] or "")
         return found
@@ -128,7 +162,7 @@ class Group(TyperGroup):
         write_usage(self, ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        write_parameters(self, ctx, formatter)
+        write_sections(parameters(self, ctx), formatter)
         pages = ((name, PAGES[name]) for name in self.commands)
         write_sections(((page.section, (name, page.summary)) for name, page in pages), formatter)
 

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 from typer.core import TyperCommand
 
-from ckpt_tools.cli.render.fold import NARROWEST, fold_cell, fold_command, fold_line
+from ckpt_tools.cli.render import NARROWEST, fold_cell, fold_command, fold_line
 
 Row = tuple[str, str]
+_MOST = 16  # options of a page that leaves none out; one is --help
 _NARROW = 64  # columns of a page in which a definition stands below its term
 
 
 class Command(TyperCommand):
-    """A command whose options stand under the panels they were given."""
+    """A command whose options stand under the panels they were given; of many, `--help` shows the everyday ones."""
+
+    shows_all = False
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if "--help-all" in args and "--" not in args:
+            self.shows_all = True
+            print(self.get_help(ctx))
+            ctx.exit()
+        return super().parse_args(ctx, args)
 
     def get_help(self, ctx: Any) -> str:
         fit_page(ctx)
@@ -25,7 +35,14 @@ class Command(TyperCommand):
         write_usage(self, ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        write_parameters(self, ctx, formatter)
+        rows = parameters(self, ctx)
+        options = sum(panel != "Arguments" for panel, _ in rows)
+        if not self.shows_all and options > _MOST:
+            everyday = self.callback.everyday  # type: ignore[union-attr]
+            rows = parameters(self, ctx, everyday | {"help"})
+        write_sections(rows, formatter)
+        if hidden := options - sum(panel != "Arguments" for panel, _ in rows):
+            formatter.write(f"\n--help-all shows {hidden} more options.\n")
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         write_epilog(self.epilog, formatter)
@@ -43,18 +60,14 @@ def write_usage(command: Any, ctx: Any, formatter: Any) -> None:
     formatter.write("\n".join(fold_line(usage, formatter.width)) + "\n")
 
 
-def write_parameters(command: Any, ctx: Any, formatter: Any) -> None:
-    """The command's arguments and options, under their panels."""
-    write_sections(parameters(command, ctx), formatter)
-
-
-def parameters(command: Any, ctx: Any) -> list[tuple[str, Row]]:
-    """The command's arguments and options as its pages show them, each with its panel."""
+def parameters(command: Any, ctx: Any, options: Set[str] | None = None) -> list[tuple[str, Row]]:
+    """The command's arguments and options, or those of these names, as its pages show them, each with its panel."""
     rows = []
     for param in command.get_params(ctx):
         record = param.get_help_record(ctx)
-        default = "Arguments" if param.param_type_name == "argument" else "Options"
-        if record is not None:
+        is_argument = param.param_type_name == "argument"
+        default = "Arguments" if is_argument else "Options"
+        if record is not None and (options is None or is_argument or param.name in options):
             rows.append((getattr(param, "rich_help_panel", None) or default, record))
     return rows
 

@@ -140,8 +140,8 @@ PAGES = {
         ("Check a command line before a GPU is held",
          "preflight FSDP -- pretrain_gpt.py --use-megatron-fsdp --ckpt-format fsdp_dtensor --load FSDP"
          " --use-distributed-optimizer --no-gradient-accumulation-fusion --tensor-model-parallel-size 2"
-         " --use-checkpoint-args --transformer-impl local --micro-batch-size 2 --bf16 --lr 0.01"
-         " --train-iters 100 --eval-interval 1000 --use-checkpoint-opt_param-scheduler"),
+         " --use-checkpoint-args --transformer-impl local --micro-batch-size 2 --bf16 --lr 0.01 --min-lr 0.001"
+         " --train-iters 100 --eval-interval 50"),
     )),
     "modify-state-dict": Page(EDIT, "drop or rename keys", (
         ("Without the optimizer", "modify-state-dict RUN OUT --op 'remove optimizer\\..*'"),

@@ -73,7 +73,7 @@ OPTIONS = {
     ),
     "verify": (
         "--follow-links "
-        "--content --manifest --write-manifest --allow-nonfinite --iteration "
+        "--content --manifest --write-manifest --allow-nonfinite --iteration --verbose -v "
         "--format --json --junit --workers --threads --quiet -q --trust-pickle --enable-msc"
     ),
     "diff": (
@@ -85,7 +85,8 @@ OPTIONS = {
         "--threads --quiet -q --enable-msc --trust-pickle --follow-links"
     ),
     "preflight": (
-        "--follow-links --yaml --target --iteration --format --json --junit --trust-pickle --enable-msc --quiet -q"
+        "--follow-links --yaml --target --iteration --verbose -v --format --json --junit --trust-pickle --enable-msc "
+        "--quiet -q"
     ),
     "modify-state-dict": (
         "--follow-links --check-source "

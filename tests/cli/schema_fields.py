@@ -1,11 +1,15 @@
 """The fields of every JSON report, as they were when they were last looked at: `tests/data/schema_fields.txt`.
 
 python -m tests.cli.schema_fields       writes it again; what goes or changes its type needs a higher schema_version
+
+It writes the schemas again too, in one layout. What schemas have in common is written by hand once: a report of
+`verify` in `verify.json`, what `--iteration all` adds in `conversion.json`.
 """
 
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,8 @@ from tests.conftest import DATA
 
 RECORD = DATA / "schema_fields.txt"
 SCHEMAS = Path(ckpt_tools.__file__).parent / "schemas"
+_OF_ITERATIONS = ("edit", "strip")  # whose `--iteration all` is that of `conversion`
+_WIDTH = 116
 
 
 def present() -> dict[str, set[str]]:
@@ -63,6 +69,39 @@ def _fields(
             yield from _fields(each, schema, path + step, within)
 
 
+def written(name: str) -> str:
+    """A schema as its file holds it: the parts that it shares with others, and the layout."""
+    schema = _read(name)
+    if name in _OF_ITERATIONS:
+        one, several = _read("conversion")["anyOf"]
+        several["properties"]["schema_version"] = schema["$defs"][name]["properties"]["schema_version"]
+        several["properties"]["iterations"]["items"] = one = {"$ref": f"#/$defs/{name}"}
+        schema["anyOf"] = [one, several]
+    if name == "verify-several":
+        report = {key: value for key, value in _read("verify").items() if key[0] != "$" and key != "title"}
+        schema["properties"]["reports"]["items"] = report
+    return _laid_out(schema, 0) + "\n"
+
+
+def _read(name: str) -> Any:
+    return json.loads((SCHEMAS / f"{name}.json").read_text())
+
+
+def _laid_out(value: Any, indent: int) -> str:
+    """JSON with what fits a line in one."""
+    line = json.dumps(value)
+    if indent + len(line) <= _WIDTH or not isinstance(value, dict | list):
+        return line
+    inner, end = " " * (indent + 2), "\n" + " " * indent
+    if isinstance(value, dict):
+        members = [f"{inner}{json.dumps(key)}: {_laid_out(each, indent + 2)}" for key, each in value.items()]
+        return "{\n" + ",\n".join(members) + end + "}"
+    if all(isinstance(each, str) for each in value):
+        words = textwrap.wrap(line[1:-1], _WIDTH, initial_indent=inner, subsequent_indent=inner)
+        return "[\n" + "\n".join(words) + end + "]"
+    return "[\n" + ",\n".join(inner + _laid_out(each, indent + 2) for each in value) + end + "]"
+
+
 def _type(field: dict[str, Any]) -> str:
     given = field.get("type", "any")
     return "|".join(given) if isinstance(given, list) else given
@@ -71,5 +110,7 @@ def _type(field: dict[str, Any]) -> str:
 if __name__ == "__main__":
     if lost := gone(recorded(), present()):
         raise SystemExit("\n".join(["these need a higher schema_version:", *lost]))
+    for path in SCHEMAS.glob("*.json"):
+        path.write_text(written(path.stem))
     lines = [f"{name} {field}\n" for name, fields in present().items() for field in sorted(fields)]
     RECORD.write_text("".join(lines))

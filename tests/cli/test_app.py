@@ -145,8 +145,8 @@ def test_start_is_light(argv: list[str]) -> None:
 def test_a_command_is_imported_alone() -> None:
     program = "import sys; from ckpt_tools.cli.app import run; run(['ls', '-h']); print(*sys.modules)"
     loaded = {name for name in python("-c", program).stdout.split() if name.startswith("ckpt_tools.cli.")}
-    assert "ckpt_tools.cli.verbs.ls" in loaded
-    assert not loaded & {f"ckpt_tools.cli.verbs.{module}" for module in MODULES.values() if module != "ls"}
+    assert "ckpt_tools.cli.verbs.look" in loaded
+    assert not loaded & {f"ckpt_tools.cli.verbs.{module}" for module in MODULES.values() if module != "look"}
 
 
 def test_numpy_starts_no_threads() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.cli.options.given_values import parse_bytes
+from ckpt_tools.cli.options import parse_bytes
 from ckpt_tools.errors import UsageError
 from tests.cli.terminal import on_a_terminal
 from tests.conftest import DATA, fixture_dir

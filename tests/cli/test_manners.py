@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_tools.cli import progress
 from ckpt_tools.cli.app import run
-from ckpt_tools.cli.commands import MEANT, MODULES
-from ckpt_tools.cli.options.given_values import model_folder
-from ckpt_tools.cli.removed import REMOVED
-from ckpt_tools.cli.render import progress
-from ckpt_tools.cli.render.findings import grouped
-from ckpt_tools.cli.render.reports import _by_reason
+from ckpt_tools.cli.commands import MEANT, MODULES, REMOVED
+from ckpt_tools.cli.findings import grouped
+from ckpt_tools.cli.options import model_folder
+from ckpt_tools.cli.reports import _by_reason
 from ckpt_tools.cli.verbs.diff import two_values
 from ckpt_tools.errors import list_problems
 from ckpt_tools.human import human_bytes
@@ -96,7 +95,7 @@ def test_quiet_does_not_hide_errors(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert err.startswith("error: iteration 2")
 
 
-@pytest.mark.parametrize("words", ["inspect {}", "verify {}", "ls {}", "stats {} -q"])
+@pytest.mark.parametrize("words", ["inspect {}", "verify {} -v", "ls {}", "stats {} -q"])
 def test_forty_columns(words: str) -> None:
     """A row becomes lines of its own; nothing is cut and no column is a letter wide."""
     text = on_a_terminal(words.format(RUN).split(), COLUMNS="40")

@@ -91,6 +91,28 @@ def test_help_fits_80_columns(
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+def test_help_shows_few_options_and_help_all_every_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(word: str) -> set[str]:
+        assert run([name, word]) == 0
+        listed = capsys.readouterr().out.partition("Examples:\n")[0]
+        return set(re.findall(r"^  (?:-\w, )*(--[a-z0-9-]+)", listed, re.MULTILINE)) - {"--help"}
+
+    few, every = shown("--help"), shown("--help-all")
+    assert len(few) <= 15 and few <= every
+    first = {p.opts[0] for p in COMMANDS[name].params if p.param_type_name == "option" and not p.hidden}
+    assert every >= {word for word in first if word.startswith("--")}
+
+
+def test_help_of_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    pages = []
+    for words in (["help", "ls"], ["ls", "--help"], ["help"], ["--help"]):
+        assert run(words) == 0
+        pages.append(capsys.readouterr().out)
+    assert pages[0] == pages[1] != pages[2] == pages[3]
+    assert run(["help", "nothing"]) == 2
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_examples_are_shown_as_they_are_typed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([name, "--help"]) == 0
     shown = capsys.readouterr().out.partition("Examples:\n")[2].replace(" \\\n        ", " ")

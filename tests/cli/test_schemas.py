@@ -164,6 +164,8 @@ def test_every_schema_is_one_and_is_used() -> None:
         jsonschema.Draft202012Validator.check_schema(schema)
         assert schema["$schema"] == jsonschema.Draft202012Validator.META_SCHEMA["$id"]
         assert schema["$id"] == f"urn:ckpt_tools:{name}:{VERSIONS.get(name, 1)}"
+        text = (SCHEMAS / f"{name}.json").read_text()
+        assert text == schema_fields.written(name), "python -m tests.cli.schema_fields"
 
 
 def test_no_field_goes_without_a_higher_version() -> None:

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ckpt_tools.cli import findings, render
 from ckpt_tools.cli.app import run
-from ckpt_tools.cli.render import findings, render
 from ckpt_tools.commands.look import pages
 from ckpt_tools.verify.report import Check, Finding, Report
 from tests.conftest import DATA, REPO

@@ -9,13 +9,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from ckpt_tools.cli.options.job_sizes import JOB_SIZES
-from ckpt_tools.cli.options.row import Row, option
-from ckpt_tools.cli.options.signature import fill, with_options
-from ckpt_tools.cli.options.table import FSDP_TARGET, TABLE, TORCH_DIST_TARGET
-from ckpt_tools.cli.verbs import average, convert, copy, diff, edit, huggingface, stats, strip, verify
-from ckpt_tools.cli.verbs import inspect as look
-from ckpt_tools.cli.verbs import plan as cli_plan
+from ckpt_tools.cli.job_sizes import JOB_SIZES
+from ckpt_tools.cli.options import Row, option
+from ckpt_tools.cli.table import FSDP_TARGET, TABLE, TORCH_DIST_TARGET, fill, with_options
+from ckpt_tools.cli.verbs import check, diff, edit, huggingface, look, plan, stats
 from ckpt_tools.commands.adapters.merge_adapter import MergeOptions
 from ckpt_tools.commands.check.diff import DiffRequest
 from ckpt_tools.commands.check.verify import VerifyOptions
@@ -49,22 +46,22 @@ FILLED: tuple[tuple[Callable[..., Any], Mapping[str, Row]], ...] = (
     (WriteOptions, {}),
     (ExportOptions, huggingface._EXPORTED),
     (ImportOptions, huggingface._IMPORTED),
-    (AverageOptions, average._OWN),
+    (AverageOptions, edit._AVERAGE),
     (EditOptions, {}),
-    (strip_checkpoint, strip._OWN),
+    (strip_checkpoint, edit._STRIP),
     (RepairOptions, {}),
     (MergeOptions, {}),
     (slice_layers, edit._SLICE),
-    (VerifyOptions, verify._VERIFY),
+    (VerifyOptions, check._VERIFY),
     (DiffOptions, diff._DIFF),
     (DiffRequest, diff._DIFF),
     (Tolerance, diff._DIFF),
     (inspect_checkpoint, look._INSPECT),
-    (dcp_as_json, look._PRINT),
-    (print_tensor, edit._PRINT),
-    (plan_checkpoint, cli_plan._OWN),
+    (dcp_as_json, look._DCP_JSON),
+    (print_tensor, look._PRINT),
+    (plan_checkpoint, plan._OWN),
     (StatsOptions, stats._OWN),
-    (CopyOptions, copy._OWN | {"iteration": TABLE["iteration"]}),  # `all` or a number, as for ConvertOptions
+    (CopyOptions, edit._COPY | {"iteration": TABLE["iteration"]}),  # `all` or a number, as for ConvertOptions
     (Inspection.by, {"axis": look._INSPECT["by"]}),
 )
 NAMES = [filled.__name__ for filled, _ in FILLED]
@@ -123,7 +120,7 @@ def test_a_choice_has_the_words_of_its_field(filled: Callable[..., Any], own: Ma
         (WriteOptions, {"workers", "threads", "memory_bytes", "fsync", "direct", "check_source", "tiles"}),
         (
             VerifyOptions,
-            verify._VERIFY.keys() - {"as_json", "iteration"}
+            check._VERIFY.keys() - {"as_json", "iteration", "verbose"}
             | {"every_iteration"}
             | {"workers", "threads", "trust_pickle"},
         ),
@@ -139,7 +136,7 @@ def test_a_choice_has_the_words_of_its_field(filled: Callable[..., Any], own: Ma
         ),
         (
             AverageOptions,
-            average._OWN.keys() | {"iteration", "trust_pickle", "overwrite", "resume", "write", "tracker"},
+            edit._AVERAGE.keys() | {"iteration", "trust_pickle", "overwrite", "resume", "write", "tracker"},
         ),
     ],
 )
@@ -204,7 +201,3 @@ def test_a_choice_that_can_be_repeated() -> None:
 def test_an_option_that_is_in_no_row_is_a_defect() -> None:
     with pytest.raises(AssertionError):
         with_options(lambda **_: None, {"no_such_row"})
-
-
-def test_only_directions_that_exist_have_options() -> None:
-    assert set(convert.RUNS) == set(convert.MEANING)

@@ -12,8 +12,8 @@ from xml.etree import ElementTree as Xml
 import pytest
 
 import ckpt_tools
+from ckpt_tools.cli import findings
 from ckpt_tools.cli.app import run
-from ckpt_tools.cli.render import findings
 from ckpt_tools.cli.verbs.diff import two_values
 from ckpt_tools.commands.check import verify_masters
 from ckpt_tools.errors import CkptError, Interrupted, Terminated
@@ -37,17 +37,20 @@ def damaged(tmp_path):
 
 
 def test_verify_says_valid(capsys):
-    assert run(["verify", str(fixture_dir(NATIVE)), "--content"]) == 0
+    assert run(["verify", str(fixture_dir(NATIVE)), "--content", "-v"]) == 0
     out, err = capsys.readouterr()
-    assert "is valid" in out
+    assert out.splitlines()[0] == f"{fixture_dir(NATIVE) / ITERATION} (fsdp_dtensor) is valid"
     assert all(name in out for name in ("tiling", "frames", "states", "groups", "checksums", "values"))
     assert err == ""
 
 
 def test_verify_says_what_is_wrong_and_leaves_with_1(damaged, capsys):
     assert run(["verify", str(damaged)]) == 0
+    assert "is valid; the values were not read" in capsys.readouterr().out
     assert run(["verify", str(damaged), "--content"]) == 1
-    assert f"error: checksums: {NORM} [0:32]" in capsys.readouterr().out
+    verdict, *found = capsys.readouterr().out.splitlines()
+    assert verdict == f"{damaged / ITERATION} (fsdp_dtensor) is not valid: 1 error"
+    assert len(found) == 1 and found[0].startswith(f"error: checksums: {NORM} [0:32]")  # -v adds the checks
 
 
 def test_verify_as_json(damaged, capsys):

@@ -78,7 +78,8 @@ def test_convert_starts_one_task_a_rank_then_verifies(slurm: Slurm) -> None:
     assert code == 0
     assert calls == [
         "--nodes=2 --ntasks=8 --ntasks-per-node=4 --kill-on-bad-exit=1 --label --cpus-per-task=6 "
-        "python3 -m ckpt_tools convert-torch-dist-to-fsdp-dtensor /in /out dir --resume --report convert-20017.json --dp-shard 8 --fsync",
+        "python3 -m ckpt_tools convert-torch-dist-to-fsdp-dtensor /in /out dir --resume "
+        "--report convert-20017.json --dp-shard 8 --fsync",
         "--nodes=1 --ntasks=1 python3 -m ckpt_tools verify /out dir",
     ]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_tools.cli.render.reports import source_checksums
+from ckpt_tools.cli.reports import source_checksums
 from ckpt_tools.commands.convert import to_fsdp_dtensor
 from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor

@@ -1,18 +1,11 @@
-"""A module a verb, or a few: its options, its text.
+"""A module a group of verbs: their options, their texts, and `COMMANDS`, which `cli.commands` builds them from.
 
-* `average`: `average`
-* `convert`: `convert`, also under NVIDIA's two names
-* `copy`: `copy`
-* `diff`: `diff`, `compare-two-checkpoint`
-* `edit`: `modify-state-dict`, `slice`, `print-tensor`
-* `group_map`: `build-param-group-map`
-* `huggingface`: `export-hf`, `import-hf`
-* `inspect`: `inspect`, `print-torch-dcp-in-json`
-* `ls`: `ls`
-* `merge_adapter`: `merge-adapter`
-* `plan`: `plan`
-* `repair`: `repair`
+* `look`: `inspect`, `ls`, `print-tensor`, `print-torch-dcp-in-json`
 * `stats`: `stats`
-* `strip`: `strip`
-* `verify`: `verify`, `preflight`
+* `plan`: `plan`
+* `convert`: `convert`, also under NVIDIA's two names, `build-param-group-map`
+* `huggingface`: `export-hf`, `import-hf`
+* `check`: `verify`, `preflight`
+* `diff`: `diff`, `compare-two-checkpoint`
+* `edit`: `modify-state-dict`, `slice`, `strip`, `average`, `repair`, `copy`, `merge-adapter`
 """

@@ -1,28 +1,27 @@
-"""`convert`, also under the two names that NVIDIA's users know."""
+"""`convert`, also under the two names that NVIDIA's users know, and `build-param-group-map`."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ckpt_tools.cli.manual import page
-from ckpt_tools.cli.options import given_values as v
-from ckpt_tools.cli.options import table as t
-from ckpt_tools.cli.options.job_sizes import JOB_SIZES, layout_of
-from ckpt_tools.cli.options.row import flag, option
-from ckpt_tools.cli.options.signature import Given, fill, with_options
+from ckpt_tools.cli import options as v
+from ckpt_tools.cli import table as t
+from ckpt_tools.cli.job_sizes import JOB_SIZES, layout_of
+from ckpt_tools.cli.options import flag, option
+from ckpt_tools.cli.table import Given, fill, with_options
+from ckpt_tools.cli.writing import carry_out
 from ckpt_tools.model.choices import Format, MegatronFormat
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.job.conversion import Progress
     from ckpt_tools.commands.job.report import ConversionReport
     from ckpt_tools.model.choices import CheckpointKind
-
-    Run: TypeAlias = Callable[[str, str, int | None, bool, Progress], ConversionReport]
 
 InputDir = Annotated[str, typer.Argument(help="A run's root or an iteration directory.")]
 OutputDir = Annotated[str, typer.Argument(help="A run's root to make, or one folder named iter_N.")]
@@ -51,11 +50,12 @@ _TO = {
 }  # fmt: skip
 
 
-def register(app: typer.Typer) -> None:
-    """Add this module's commands to `app`."""
-    app.command(**page("convert"))(with_options(convert, frozenset().union(*MEANING.values()), _TO | OWN))
-    app.command(**page("convert-torch-dist-to-fsdp-dtensor"))(_long_form("fsdp_dtensor", "torch_dist"))
-    app.command(**page("convert-fsdp-dtensor-to-torch-dist"))(_long_form("torch_dist", "fsdp_dtensor"))
+_MAP = {
+    "output": option(
+        Path, "-o", "--output", callback=v.in_a_folder, help="File to write. Default: stdout."
+    ),
+    "explain": flag("--explain", help="Say on stderr which rule placed each parameter."),
+}  # fmt: skip
 
 
 def convert(
@@ -71,114 +71,77 @@ def convert(
     Nothing but the two directories has to be given: gating, parameter groups and names are decided from the
     checkpoint, and a flag that contradicts it is an error. Run it alone, or under torchrun or srun.
     """
-    convert_to(to, input_dir, output_dir, as_meant(ctx, to, given))
-
-
-def as_meant(ctx: typer.Context, to: Format, given: dict[str, Any]) -> dict[str, Any]:
-    """What was given, with what is meant by what was not."""
     _refuse_meaningless(ctx, to)
     given["keep_plain"] = not is_given(ctx, "to")
     if not is_given(ctx, "ep") and to == "torch_dist":
         given["ep"] = None  # as the arguments say, not one rank
-    return given
+    convert_to(to, input_dir, output_dir, given)
 
 
 def convert_to(to: Format, source: str, output: str, given: dict[str, Any]) -> None:
-    from ckpt_tools.cli.iterations import finish_all
-    from ckpt_tools.cli.render.progress import progress_bar
-    from ckpt_tools.cli.render.reports import print_report
-    from ckpt_tools.commands.job.iterations import convert_iterations, iteration_folder
+    """Convert one iteration or all, and print the report. `export-hf` is `convert --to hf`."""
+    from ckpt_tools.cli.reports import print_report
+    from ckpt_tools.commands.job.iterations import iteration_folder
     from ckpt_tools.commands.job.report import SCHEMA_VERSION, ConversionReport
     from ckpt_tools.formats.storage.files import path_in
 
-    iteration = given.pop("iteration")
-    run = RUNS[to](given)
-    if iteration != "all":
-        carry_out(lambda progress: run(source, output, v.iteration_number(iteration), True, progress), given)
-        return
+    function, options = _library(to, given)
+    # A Hugging Face model has no root: each iteration gets a folder.
+    in_folders = to == "hf" and given["iteration"] == "all"
+
+    def run(number: int | None, tracker: bool, progress: Progress) -> ConversionReport:
+        place = path_in(output, iteration_folder(number)) if in_folders else output
+        changes: dict[str, Any] = (
+            {"iteration": number} if to == "hf" else {"iteration": number, "tracker": tracker}
+        )
+        report: ConversionReport = function(
+            source, place, replace(options, **changes), progress, given["dry_run"]
+        )
+        return report
+
     kinds: tuple[CheckpointKind, ...] = ("safetensors",) if to == "hf" else (to,)
     if given.get("keep_plain"):
         kinds = (*kinds, "dcp")  # a plain state dict stays one
-    with progress_bar(given["quiet"]) as progress:
-        outcomes = convert_iterations(
-            source,
-            output,
-            kinds,
-            given["overwrite"],
-            lambda number, tracker: run(
-                source,
-                # A Hugging Face model has no root: each iteration gets a folder.
-                path_in(output, iteration_folder(number)) if to == "hf" else output,
-                number,
-                tracker,
-                progress,
-            ),
+    carry_out(
+        source,
+        output,
+        given,
+        run,
+        ConversionReport.as_json,
+        print_report,
+        kinds=kinds,
+        schema_version=SCHEMA_VERSION,
+    )
+
+
+def _library(to: Format, given: Given) -> tuple[Any, Any]:
+    """The library's function that converts to a format, and its options."""
+    if to == "hf":
+        from ckpt_tools.commands.huggingface.export_hf import export_hf
+        from ckpt_tools.commands.huggingface.export_source import ExportOptions
+
+        return export_hf, fill(ExportOptions, given)
+    if to == "torch_dist":
+        from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
+        from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
+
+        extra = given["extra_state"]
+        return convert_to_torch_dist, fill(
+            ToTorchDistOptions,
+            given,
+            target=fill(TorchDistOptions, given, extra_state=extra != "none"),
+            extra_state_template=None if extra in ("derive", "none") else extra,
         )
-    finish_all(outcomes, source, given, ConversionReport.as_json, print_report, schema_version=SCHEMA_VERSION)
-
-
-def carry_out(run: Callable[[Progress], ConversionReport], given: Given) -> None:
-    """One conversion with its progress, and its report as it was asked for."""
-    from ckpt_tools.cli.render.progress import progress_bar
-
-    with progress_bar(given["quiet"]) as progress:
-        done = run(progress)
-    finish(done, given["as_json"], given["report"])
-
-
-def _to_fsdp_dtensor(given: Given) -> Run:
     from ckpt_tools.commands.convert.options import ConvertOptions
+
+    options = fill(ConvertOptions, given, layout=layout_of(given))
+    if to == "dcp":
+        from ckpt_tools.commands.convert.to_dcp import convert_to_dcp
+
+        return convert_to_dcp, options
     from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 
-    options = fill(ConvertOptions, given, layout=layout_of(given))
-    return lambda source, output, iteration, tracker, progress: convert_to_fsdp_dtensor(
-        source, output, replace(options, iteration=iteration, tracker=tracker), progress, given["dry_run"]
-    )
-
-
-def _to_dcp(given: Given) -> Run:
-    from ckpt_tools.commands.convert.options import ConvertOptions
-    from ckpt_tools.commands.convert.to_dcp import convert_to_dcp
-
-    options = fill(ConvertOptions, given, layout=layout_of(given))
-    return lambda source, output, iteration, tracker, progress: convert_to_dcp(
-        source, output, replace(options, iteration=iteration, tracker=tracker), progress, given["dry_run"]
-    )
-
-
-def _to_torch_dist(given: Given) -> Run:
-    from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
-    from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
-
-    extra = given["extra_state"]
-    options = fill(
-        ToTorchDistOptions,
-        given,
-        target=fill(TorchDistOptions, given, extra_state=extra != "none"),
-        extra_state_template=None if extra in ("derive", "none") else extra,
-    )
-    return lambda source, output, iteration, tracker, progress: convert_to_torch_dist(
-        source, output, replace(options, iteration=iteration, tracker=tracker), progress, given["dry_run"]
-    )
-
-
-def to_hf(given: Given) -> Run:
-    """`export-hf`, and `convert --to hf`."""
-    from ckpt_tools.commands.huggingface.export_hf import export_hf
-    from ckpt_tools.commands.huggingface.export_source import ExportOptions
-
-    options = fill(ExportOptions, given)
-    return lambda source, output, iteration, _tracker, progress: export_hf(
-        source, output, replace(options, iteration=iteration), progress, given["dry_run"]
-    )
-
-
-RUNS: dict[Format, Callable[[Given], Run]] = {
-    "fsdp_dtensor": _to_fsdp_dtensor,
-    "torch_dist": _to_torch_dist,
-    "dcp": _to_dcp,
-    "hf": to_hf,
-}
+    return convert_to_fsdp_dtensor, options
 
 
 def is_given(ctx: typer.Context, name: str) -> bool:
@@ -205,19 +168,6 @@ def _refuse_meaningless(ctx: typer.Context, to: Format) -> None:
         raise UsageError(f"{names}: no meaning for a conversion to {to}{why}")
 
 
-def finish(done: ConversionReport, as_json: bool, file: Path | None) -> None:
-    """Print the report on rank 0; write it where asked."""
-    from ckpt_tools.cli.render.progress import is_first_rank
-    from ckpt_tools.cli.render.render import give_json
-    from ckpt_tools.cli.render.reports import print_report
-
-    if not is_first_rank():
-        return
-    give_json(done.as_json(), as_json, file, done.source)
-    if not as_json:
-        print_report(done)
-
-
 def _long_form(to: Format, source: MegatronFormat) -> Callable[..., None]:
     """`convert` with its `--to` fixed and only the options it uses, under its long name."""
 
@@ -229,14 +179,43 @@ def _long_form(to: Format, source: MegatronFormat) -> Callable[..., None]:
     return with_options(command, MEANING[to], OWN)
 
 
-def _expect(kind: MegatronFormat, path: str, iteration: str | None, to: Format) -> None:
+def _expect(kind: MegatronFormat, path: str, iteration: int | Literal["all"] | None, to: Format) -> None:
     """Refuse a source of another kind than the command's name says."""
     from ckpt_tools.errors import UnsupportedCheckpointError
     from ckpt_tools.formats.locate.detect import locate
 
-    number = None if iteration == "all" else v.iteration_number(iteration)
-    found = locate(path, number, of_run=True).kind
+    found = locate(path, None if iteration == "all" else iteration, of_run=True).kind
     if found != kind:
         raise UnsupportedCheckpointError(
             f"{path} is a checkpoint of kind {found}; this command takes {kind}. `convert --to {to}` takes any"
         )
+
+
+def build_param_group_map(
+    source: Annotated[
+        str, typer.Argument(help="A map dump, or a torch_dist checkpoint to derive the map from.")
+    ],
+    **given: Any,
+) -> None:
+    """Write a param_to_param_group_map.json: from a training job's dump, or derived from a checkpoint alone."""
+    from ckpt_tools.cli.render import escape, json_text, tell, write_text
+    from ckpt_tools.commands.convert.group_map import build_group_map
+    from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
+
+    found = build_group_map(source, fill(TargetOptions, given), given["iteration"])
+    write_text(given["output"] or Path("-"), json_text(dict(found.groups), 2) + "\n", source)
+    if given["explain"]:
+        for name, rule in found.rules.items():
+            tell(f"{escape(name)}: group {found.groups[name]} ({rule})", sys.stderr)
+
+
+COMMANDS = {
+    "convert": with_options(convert, frozenset().union(*MEANING.values()), _TO | OWN),
+    "convert-torch-dist-to-fsdp-dtensor": _long_form("fsdp_dtensor", "torch_dist"),
+    "convert-fsdp-dtensor-to-torch-dist": _long_form("torch_dist", "fsdp_dtensor"),
+    "build-param-group-map": with_options(
+        build_param_group_map,
+        t.OPENING | {"dialect", "layer_spec", "experts", "swiglu", "iteration"},
+        _MAP,
+    ),
+}

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ckpt_tools.cli.manual import page
-from ckpt_tools.cli.options import given_values as v
-from ckpt_tools.cli.options.row import flag, option
-from ckpt_tools.cli.options.signature import fill, with_options
-from ckpt_tools.cli.options.table import READING, Checkpoint
-from ckpt_tools.cli.render import findings, render
+from ckpt_tools.cli import findings, render
+from ckpt_tools.cli import options as v
+from ckpt_tools.cli.options import flag, option
+from ckpt_tools.cli.table import READING, Checkpoint, fill, with_options
 from ckpt_tools.model.choices import DiffBy, NanPolicy
+from ckpt_tools.plain_data import plain
 
 if TYPE_CHECKING:
     from ckpt_tools.verify.compare.differences import DiffReport, TensorDiff
@@ -47,17 +46,9 @@ _DIFF = {
 }  # fmt: skip
 
 
-def register(app: typer.Typer) -> None:
-    """Add this module's commands to `app`."""
-    compare = with_options(diff, READING | {"dialect", "as_json", "workers", "threads"}, _DIFF)
-    old_name = page("compare-two-checkpoint") | {"help": "Compare two checkpoints: the old name of diff."}
-    app.command(**page("diff"))(compare)
-    app.command(**old_name)(compare)
-
-
 def diff(checkpoint_1: Checkpoint, checkpoint_2: Checkpoint, **given: Any) -> None:
     """Compare two checkpoints, also of different formats, bit by bit. Exit code 1 when they differ."""
-    from ckpt_tools.cli.render.progress import progress_bar
+    from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.commands.check.diff import DiffRequest, diff_checkpoints
     from ckpt_tools.errors import UsageError
     from ckpt_tools.verify.compare.differences import DiffOptions
@@ -155,8 +146,6 @@ def _tensor_line(tensor: TensorDiff) -> str:
 
 
 def _diff_head(report: DiffReport) -> dict[str, Any]:
-    from dataclasses import asdict
-
     from ckpt_tools.verify.compare.differences import summarize
 
     return {
@@ -166,39 +155,36 @@ def _diff_head(report: DiffReport) -> dict[str, Any]:
         "by": report.by,
         "equal": report.is_equal,
         "headers": report.headers,
-        "tolerance": asdict(report.tolerance),
-        "notes": list(report.notes),
+        "tolerance": plain(report.tolerance),
+        "notes": plain(report.notes),
         "objects_compared": report.values_compared,
-        "summary": [
-            {name: _number(value) for name, value in asdict(summary).items()}
-            for summary in summarize(report.tensors)
-        ],
+        "summary": [plain(summary) for summary in summarize(report.tensors)],
     }
 
 
-def _number(value: Any) -> Any:
-    """`value`; infinity as text, because JSON has none."""
-    return "inf" if value == float("inf") else value
-
-
 def _diff_lists(report: DiffReport) -> dict[str, Any]:
+    def form(side: tuple[str, tuple[int, ...]] | None) -> dict[str, Any] | None:
+        return None if side is None else {"dtype": side[0], "shape": side[1]}
+
     tensors = (
         {
             "key": t.name,
             "role": t.role,
             "kind": t.kind,
-            "a": None if t.a is None else {"dtype": t.a[0], "shape": list(t.a[1])},
-            "b": None if t.b is None else {"dtype": t.b[0], "shape": list(t.b[1])},
+            "a": form(t.a),
+            "b": form(t.b),
             "elements": t.elements,
-            "different": t.found.different,
-            "max_abs": _number(t.found.max_abs),
-            "max_rel": _number(t.found.max_rel),
-            "max_ulp": t.found.max_ulp,
-            "nan_mismatches": t.found.nan_mismatches,
-            "index": None if t.found.index is None else list(t.found.index),
+            **plain(t.found),
             "values": None if t.found.values is None else [repr(value) for value in t.found.values],
         }
         for t in report.tensors
     )
-    values = ({"key": v.name, "a": v.a, "b": v.b} for v in report.values)
-    return {"tensors": tensors, "values": values}
+    return {"tensors": tensors, "values": (plain(v, {"name": "key"}) for v in report.values)}
+
+
+_OPTIONS = READING | {"dialect", "as_json", "workers", "threads"}
+COMMANDS = {
+    "diff": with_options(diff, _OPTIONS, _DIFF),
+    "compare-two-checkpoint": with_options(diff, _OPTIONS, _DIFF),
+}
+COMMANDS["compare-two-checkpoint"].__doc__ = "Compare two checkpoints: the old name of diff."

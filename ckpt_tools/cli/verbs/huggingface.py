@@ -7,13 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
-from ckpt_tools.cli.manual import page
-from ckpt_tools.cli.options import given_values as v
-from ckpt_tools.cli.options import table as t
-from ckpt_tools.cli.options.job_sizes import JOB_SIZES, layout_of
-from ckpt_tools.cli.options.row import flag, option
-from ckpt_tools.cli.options.signature import fill, with_options
-from ckpt_tools.cli.verbs.convert import AS_JSON, carry_out, convert_to
+from ckpt_tools.cli import options as v
+from ckpt_tools.cli import table as t
+from ckpt_tools.cli.job_sizes import JOB_SIZES, layout_of
+from ckpt_tools.cli.options import flag, option
+from ckpt_tools.cli.table import fill, with_options
+from ckpt_tools.cli.verbs.convert import AS_JSON, convert_to
+from ckpt_tools.cli.writing import carry_out
 from ckpt_tools.model.choices import MegatronFormat, Quantization, TowerName
 
 # What is said otherwise than for `convert`.
@@ -81,26 +81,6 @@ _IMPORTED = {
 }  # fmt: skip
 
 
-def register(app: typer.Typer) -> None:
-    """Add this module's commands to `app`."""
-    app.command(**page("export-hf"))(
-        with_options(
-            export,
-            t.RUNNING
-            | t.READING
-            | {"ignore_keys", "rules", "max_shard_bytes", "mtp_copies", "alpha", "check_masters"},
-            _EXPORTED,
-        )
-    )
-    app.command(**page("import-hf"))(
-        with_options(
-            import_,
-            t.RUNNING | JOB_SIZES | t.FRESH_OPTIMIZER | {"rules", "dialect", "layer_spec", "experts"},
-            _IMPORTED,
-        )
-    )
-
-
 def export(
     input_dir: Annotated[str, typer.Argument(help="A torch_dist, fsdp_dtensor or PyTorch (DCP) checkpoint.")],
     output_dir: Annotated[str, typer.Argument(help="The Hugging Face directory to make.")],
@@ -143,9 +123,36 @@ def import_(
     towers, for that program alone. --tower language imports the language model alone (Qwen2-VL too), and
     `export-hf --tower language` puts it back.
     """
+    from ckpt_tools.cli.reports import print_report
     from ckpt_tools.commands.huggingface.import_hf import ImportOptions, import_hf
+    from ckpt_tools.commands.job.report import ConversionReport
     from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 
     named = {name: given[name] for name in ("dialect", "experts", "tp", *t.FRESH_OPTIMIZER)}
     options = fill(ImportOptions, given, fsdp=fill(TargetOptions, named), layout=layout_of(given))
-    carry_out(lambda progress: import_hf(input_dir, output_dir, options, progress, given["dry_run"]), given)
+    carry_out(
+        input_dir,
+        output_dir,
+        given,
+        lambda _number, _tracker, progress: import_hf(
+            input_dir, output_dir, options, progress, given["dry_run"]
+        ),
+        ConversionReport.as_json,
+        print_report,
+    )
+
+
+COMMANDS = {
+    "export-hf": with_options(
+        export,
+        t.RUNNING
+        | t.READING
+        | {"ignore_keys", "rules", "max_shard_bytes", "mtp_copies", "alpha", "check_masters"},
+        _EXPORTED,
+    ),
+    "import-hf": with_options(
+        import_,
+        t.RUNNING | JOB_SIZES | t.FRESH_OPTIMIZER | {"rules", "dialect", "layer_spec", "experts"},
+        _IMPORTED,
+    ),
+}

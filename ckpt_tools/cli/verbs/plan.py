@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_tools.cli.manual import page
-from ckpt_tools.cli.options import given_values as v
-from ckpt_tools.cli.options import table as t
-from ckpt_tools.cli.options.job_sizes import JOB_SIZES, layout_of
-from ckpt_tools.cli.options.row import option
-from ckpt_tools.cli.options.signature import fill, with_options
-from ckpt_tools.cli.render import render
+from ckpt_tools.cli import options as v
+from ckpt_tools.cli import render
+from ckpt_tools.cli import table as t
+from ckpt_tools.cli.job_sizes import JOB_SIZES, layout_of
+from ckpt_tools.cli.options import option
+from ckpt_tools.cli.table import fill, with_options
 from ckpt_tools.human import human_bytes
+from ckpt_tools.plain_data import plain
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.convert.plan import Priced
+    from ckpt_tools.sharding.memory import Memory
 
 _STDOUT = Path("-")
 _LISTED_RANKS = 32
@@ -29,28 +30,6 @@ _OWN = {
     "svg": option(Path, "--svg", callback=v.in_a_folder, help="Draw who owns what, as one SVG file."),
     "html": option(Path, "--html", callback=v.in_a_folder, help="Draw it as one HTML page."),
 }
-
-
-def register(app: typer.Typer) -> None:
-    """Add this module's command to `app`."""
-    app.command(**page("plan"))(
-        with_options(
-            plan,
-            t.READING
-            | JOB_SIZES
-            | t.FRESH_OPTIMIZER
-            | {
-                "dialect",
-                "layer_spec",
-                "experts",
-                "swiglu",
-                "weights_only",
-                "ignore_keys",
-                "as_json",
-            },
-            _OWN,
-        )
-    )
 
 
 def plan(
@@ -71,7 +50,13 @@ def plan(
     if _STDOUT in (given["svg"], given["html"]):
         return  # nothing but the picture
     if given["as_json"]:
-        sys.stdout.writelines(render.json_lines(found.summary(), _json_lists(found)))
+        names = {"nbytes": "bytes"}
+        lists: dict[str, Iterator[Any]] = {
+            "ranks": (plain(cost, names) | {"memory": _memory(cost.memory)} for cost in found.costs),
+            "tensors": (plain(tensor, names) for tensor in found.tensors()),
+            "items": found.item_rows(),
+        }
+        sys.stdout.writelines(render.json_lines(found.summary(), lists))
     else:
         _print(found)
 
@@ -102,41 +87,12 @@ def _layout(found: Priced) -> str:
     return f"{found.layout.name}, {axes} = {found.layout.ranks} ranks, {topology.strategy}"
 
 
-def _json_lists(found: Priced) -> dict[str, Iterator[Any]]:
-    return {
-        "ranks": (
-            {
-                "rank": cost.rank,
-                "files": cost.files,
-                "items": cost.items,
-                "bytes": cost.nbytes,
-                "memory": None if cost.memory is None else _memory(cost.memory),
-            }
-            for cost in found.costs
-        ),
-        "tensors": (
-            {
-                "key": t.key,
-                "dtype": t.dtype,
-                "shape": t.shape,
-                "role": t.role,
-                "boxes": t.boxes,
-                "bytes": t.nbytes,
-                "strategies": t.strategies,
-            }
-            for t in found.tensors()
-        ),
-        "items": found.item_rows(),
-    }
-
-
-def _memory(memory: Any) -> dict[str, int]:
-    parts = ("weights", "main_weights", "gradients", "adam", "padding", "communication", "persistent", "peak")
-    return {part: getattr(memory, part) for part in parts}
+def _memory(memory: Memory | None) -> dict[str, int] | None:
+    return None if memory is None else plain(memory) | {"persistent": memory.persistent, "peak": memory.peak}
 
 
 def _print(found: Priced) -> None:
-    from ckpt_tools.cli.render.reports import changes, iteration_text
+    from ckpt_tools.cli.reports import changes, iteration_text
     from ckpt_tools.commands.job.target_job import describe
 
     facts = found.summary()
@@ -172,7 +128,10 @@ def _print_ranks(found: Priced) -> None:
         title = f"the smallest and largest of {len(found.costs):,} ranks (--json lists all, --rank one)"
     size = human_bytes
     columns = ["rank", "files", "items", "bytes"]
-    rows: list[list[object]] = [[c.rank, _file_names(c.files), c.items, size(c.nbytes)] for c in costs]
+    rows: list[list[object]] = [
+        [c.rank, " ... ".join(dict.fromkeys((*c.files[:1], *c.files[-1:]))), c.items, size(c.nbytes)]
+        for c in costs
+    ]
     if found.layout.name != "even":
         columns += ["weights", "main weights", "gradients", "Adam", "padding", "peak, no activations"]
         for row, cost in zip(rows, costs, strict=True):
@@ -181,10 +140,6 @@ def _print_ranks(found: Priced) -> None:
             held = (m.weights, m.main_weights, m.gradients, m.adam, m.padding, m.peak)
             row += [size(n) for n in held]
     render.print_table(columns, rows, title)
-
-
-def _file_names(files: Sequence[str]) -> str:
-    return " ... ".join(dict.fromkeys((*files[:1], *files[-1:])))
 
 
 def _print_tensors(found: Priced) -> None:
@@ -214,3 +169,15 @@ def _print_tensors(found: Priced) -> None:
             for t in found.tensors()
         ],
     )
+
+
+_CONVERSION = {
+    "dialect",
+    "layer_spec",
+    "experts",
+    "swiglu",
+    "weights_only",
+    "ignore_keys",
+    "as_json",
+}
+COMMANDS = {"plan": with_options(plan, t.READING | JOB_SIZES | t.FRESH_OPTIMIZER | _CONVERSION, _OWN)}

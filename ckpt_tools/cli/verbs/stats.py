@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_tools.cli.manual import page
-from ckpt_tools.cli.options import given_values as v
-from ckpt_tools.cli.options.row import option
-from ckpt_tools.cli.options.signature import fill, with_options
-from ckpt_tools.cli.options.table import READING
-from ckpt_tools.cli.render import render
+from ckpt_tools.cli import options as v
+from ckpt_tools.cli import render
+from ckpt_tools.cli.options import option
+from ckpt_tools.cli.table import READING, fill, with_options
 from ckpt_tools.model.choices import StatsBy
 
 if TYPE_CHECKING:
@@ -45,11 +43,6 @@ _OWN = {
 }  # fmt: skip
 
 
-def register(app: typer.Typer) -> None:
-    """Add this module's command to `app`."""
-    app.command(**page("stats"))(with_options(stats, READING | {"workers", "threads", "as_json"}, _OWN))
-
-
 def stats(
     checkpoint: Annotated[
         str, typer.Argument(help="A run's root, an iteration folder, or a Hugging Face model.")
@@ -63,8 +56,13 @@ def stats(
 
     Values are taken as they are stored: checksums are not compared (`verify --content` does that).
     """
-    from ckpt_tools.cli.render.progress import progress_bar
-    from ckpt_tools.commands.look.stats import StatsOptions, checkpoint_change, checkpoint_statistics
+    from ckpt_tools.cli.progress import progress_bar
+    from ckpt_tools.commands.look.stats import (
+        CheckpointStatistics,
+        StatsOptions,
+        checkpoint_change,
+        checkpoint_statistics,
+    )
 
     svg, html = given["svg"], given["html"]
     is_drawn = svg is not None or html is not None
@@ -75,35 +73,20 @@ def stats(
             found = checkpoint_statistics(checkpoint, options, progress)
         else:
             found = checkpoint_change(checkpoint, other, options, progress)
-    _draw(found, svg, html, checkpoint)
+    if is_drawn:
+        from ckpt_tools.commands.look import stats_page as pages
+
+        of_one = isinstance(found, CheckpointStatistics)
+        svg_of: Any = pages.norms_svg if of_one else pages.change_svg
+        html_of: Any = pages.norms_html if of_one else pages.change_html
+        for file, draw in ((svg, svg_of), (html, html_of)):
+            if file is not None:
+                render.write_text(file, draw(found), checkpoint)
     if _STDOUT in (svg, html):
         return  # nothing but the picture
     if given["as_json"]:
         print(render.json_text(found.as_json()))
-    else:
-        _print(found)
-
-
-def _draw(
-    found: CheckpointStatistics | CheckpointChange, svg: Path | None, html: Path | None, source: str
-) -> None:
-    if svg is None and html is None:
         return
-    from ckpt_tools.commands.look import stats_page
-    from ckpt_tools.commands.look.stats import CheckpointStatistics
-
-    if isinstance(found, CheckpointStatistics):
-        texts = ((svg, stats_page.norms_svg(found)), (html, stats_page.norms_html(found)))
-    else:
-        texts = ((svg, stats_page.change_svg(found)), (html, stats_page.change_html(found)))
-    for file, text in texts:
-        if file is not None:
-            render.write_text(file, text, source)
-
-
-def _print(found: CheckpointStatistics | CheckpointChange) -> None:
-    from ckpt_tools.commands.look.stats import CheckpointStatistics
-
     if isinstance(found, CheckpointStatistics):
         _print_statistics(found)
     else:
@@ -116,7 +99,7 @@ def _print_statistics(found: CheckpointStatistics) -> None:
     from ckpt_tools.commands.look.stats_page import short
 
     roles, layers = found.roles(), found.layers()
-    columns = ("norm", "rms", "mean", "min", "max")
+    columns: tuple[str, ...] = ("norm", "rms", "mean", "min", "max")
     rows: list[list[object]] = []
     for role, sums in roles.items():
         numbers = sums.summary()
@@ -133,57 +116,34 @@ def _print_statistics(found: CheckpointStatistics) -> None:
                 [label or "outside of layers", *("-" if f is None else short(f.norm) for f in held), wrong]
             )
         render.print_table(("norm of layer", *roles, "NaN, Inf"), table)
-    if found.chosen:
-        listed, title = list(found.tensors), ""
-    else:
-        listed, title = list(found.sick()), "tensors with NaN or Inf"
-    if listed:
-        _print_tensors(found, title)
-    else:
+    listed = found.tensors if found.chosen else tuple(found.sick())
+    if not listed:
         render.tell(f"no NaN and no Inf in {len(found.tensors):,} tensors")
-
-
-def _print_tensors(found: CheckpointStatistics, title: str) -> None:
-    from ckpt_tools.commands.look.stats_page import short
-
-    listed = list(found.tensors if found.chosen else found.sick())
+        return
     columns = ("norm", "mean", "min", "max")
-    rows: list[list[object]] = []
-    for t in listed if found.chosen else listed[:_SHOWN]:
+    rows = []
+    for t in listed:
         numbers, census = t.found.summary(), t.found.census
         shown = [short(numbers[c]) for c in columns]
-        rows.append(
-            [
-                t.named.title,
-                t.named.role,
-                t.named.tensor.dtype,
-                *shown,
-                t.found.zeros,
-                census.nans,
-                census.infinities,
-            ]
-        )
-    render.print_table(("tensor", "role", "dtype", *columns, "zeros", "NaN", "Inf"), rows, title)
-    if len(listed) > len(rows):
-        render.tell(f"... and {len(listed) - len(rows):,} more (--json lists all)")
+        counts = (t.found.zeros, census.nans, census.infinities)
+        rows.append([t.named.title, t.named.role, t.named.tensor.dtype, *shown, *counts])
+    title, most = ("", None) if found.chosen else ("tensors with NaN or Inf", _SHOWN)
+    render.print_table(("tensor", "role", "dtype", *columns, "zeros", "NaN", "Inf"), rows, title, most)
 
 
 def _print_change(found: CheckpointChange) -> None:
     from ckpt_tools.commands.look.stats_page import change_numbers
 
     if found.chosen:
-        _print_changed_tensors(list(found.tensors), "")
+        _print_changed_tensors(found.tensors)
     else:
         rows: list[list[object]] = [
             [role, *change_numbers(f), f.changed, f.elements, f.left_out] for role, f in found.roles().items()
         ]
         render.print_table(("role", *_CHANGE), rows)
         _print_changed_layers(found)
-        sick = list(found.sick())
-        if sick:
-            _print_changed_tensors(sick[:_SHOWN], "tensors with NaN or Inf in A or B")
-        if len(sick) > _SHOWN:
-            render.tell(f"... and {len(sick) - _SHOWN:,} more (--json lists all)")
+        if sick := list(found.sick()):
+            _print_changed_tensors(sick, "tensors with NaN or Inf in A or B", _SHOWN)
     for line in found.left_out():
         render.tell(line)
     for what, names in (("only in A", found.only_in_a), ("only in B", found.only_in_b),
@@ -208,18 +168,14 @@ def _print_changed_layers(found: CheckpointChange) -> None:
     render.print_table(("relative change of", *heads, "NaN, Inf"), rows)
 
 
-def _print_changed_tensors(tensors: Sequence[TensorChange], title: str) -> None:
+def _print_changed_tensors(tensors: Sequence[TensorChange], title: str = "", most: int | None = None) -> None:
     from ckpt_tools.commands.look.stats_page import change_numbers
 
-    rows: list[list[object]] = [
-        [
-            t.named.title,
-            t.named.role,
-            *change_numbers(t.found),
-            t.found.changed,
-            t.found.elements,
-            t.found.left_out,
-        ]
+    rows = [
+        (t.named.title, t.named.role, *change_numbers(t.found), t.found.changed, t.found.elements, t.found.left_out)
         for t in tensors
-    ]
-    render.print_table(("tensor", "role", *_CHANGE), rows, title)
+    ]  # fmt: skip
+    render.print_table(("tensor", "role", *_CHANGE), rows, title, most)
+
+
+COMMANDS = {"stats": with_options(stats, READING | {"workers", "threads", "as_json"}, _OWN)}

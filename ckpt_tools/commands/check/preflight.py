@@ -71,10 +71,6 @@ class Start:
     how: str | None  # "resume", "fresh optimizer", "weights alone"; None: it does not
     broken: tuple[str, ...] = ()
 
-    def as_json(self) -> dict[str, object]:
-        """For reports."""
-        return {"program": self.program, "how": self.how, "broken": list(self.broken)}
-
 
 @dataclass(frozen=True, slots=True)
 class Preflight:

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 from ckpt_tools.execute.proof.check_masters import MastersReport
 from ckpt_tools.execute.run import WriteReport
 from ckpt_tools.model.choices import CheckLevel, Format
+from ckpt_tools.plain_data import plain
 from ckpt_tools.redaction import redacted
 
 SCHEMA_VERSION = 2
@@ -31,16 +32,7 @@ class Masters:
 
     def as_json(self) -> dict[str, Any]:
         """For reports."""
-        found = self.found
-        return {
-            "use": self.use,
-            "mode": self.mode,
-            "checked": found.tensors,
-            "elements": found.elements,
-            "elements_in_all": found.elements_in_all,
-            "fp8": found.fp8,
-            "fp8_by_position": found.fp8_by_position,
-        }
+        return {"use": self.use, "mode": self.mode, **plain(self.found, {"tensors": "checked"})}
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.formats.storage.tree import files_below
 from ckpt_tools.megatron.run_state.common_state import read_common_state
 from ckpt_tools.megatron.run_state.record import AXES, read_record
+from ckpt_tools.plain_data import plain
 from ckpt_tools.verify.checkpoint.structure import check_files
 
 COMPLETE, INCOMPLETE, DAMAGED = "complete", "incomplete", "damaged"
@@ -63,16 +64,6 @@ class RunRow:
     kind: str | None  # of the latest
     nbytes: int
 
-    def as_json(self) -> dict[str, Any]:
-        """In JSON's types."""
-        return {
-            "name": self.name,
-            "iterations": self.iterations,
-            "latest": self.latest,
-            "format": self.kind,
-            "bytes": self.nbytes,
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class RunListing:
@@ -87,29 +78,9 @@ class RunListing:
 
     def as_json(self) -> dict[str, Any]:
         """In JSON's types."""
-        return {
-            "schema_version": 1,
-            "root": self.root,
-            "latest": self.latest,
-            "note": self.note,
-            "iterations": [
-                {
-                    "name": row.name,
-                    "inside": row.inside,
-                    "iteration": row.iteration,
-                    "state": row.state,
-                    "why": row.why,
-                    "bytes": row.nbytes,
-                    "files": row.files,
-                    "format": row.kind,
-                    "topology": row.topology,
-                    "latest": row.is_latest,
-                }
-                for row in self.iterations
-            ],
-            "runs": [row.as_json() for row in self.runs],
-            "others": [{"name": name, "bytes": nbytes} for name, nbytes in self.others.items()],
-        }
+        names = {"nbytes": "bytes", "kind": "format", "is_latest": "latest"}
+        others = [{"name": name, "bytes": nbytes} for name, nbytes in self.others.items()]
+        return {"schema_version": 1, **plain(self, names), "others": others}
 
 
 def list_run(root: AnyPath, trust_pickle: bool = False) -> RunListing:

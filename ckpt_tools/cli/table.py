@@ -1,14 +1,25 @@
-"""Options that several commands share, a row each, and arguments. A row's name is that of the field that it fills."""
+"""Options that several commands share, a row each, and how options become a command.
+
+A row's name is that of the field that it fills. A command is a function that declares its arguments, and the names of
+its options. `with_options` makes of both the signature that Typer reads; the function gets the values by name, as
+the library takes them, and `fill` puts them into the library's options classes, whose fields have the same names. A
+field's default is its row's too, which a test compares: importing the classes would make `--help` three times as
+slow.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping, Set
+from copy import copy
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final, TypeVar, cast, get_args, get_origin
 
 import typer
 
-from ckpt_tools.cli.options import given_values as v
-from ckpt_tools.cli.options.row import Row, flag, option
+from ckpt_tools.cli import options as v
+from ckpt_tools.cli.options import Row, flag, option
 from ckpt_tools.model import choices as c
 
 MODEL: Final = "The model and its target"
@@ -137,16 +148,17 @@ TABLE: dict[str, Row] = {
     "oom_traceback": flag("--oom-traceback", hidden=True, help="Accepted for NVIDIA's script; changes nothing."),
 }  # fmt: skip
 
-# Of commands that can go through all iterations of a run; read by `given_values.iteration_number`.
+# Of commands that can go through all iterations of a run.
 ITERATIONS = option(
-    str, "--iteration", metavar="NUMBER|all", panel=RUN,
+    str, "--iteration", metavar="NUMBER|all", read=v.iteration, panel=RUN,
     help="Iteration of a root, or all, past those that the output has already. Default: the latest.",
 )  # fmt: skip
 
 # Of commands that only look at them.
 EVERY_ITERATION = option(
-    str, "--iteration", metavar="NUMBER|all", help="Iteration of a root, or all. Default: the latest."
-)
+    str, "--iteration", metavar="NUMBER|all", read=v.iteration,
+    help="Iteration of a root, or all. Default: the latest.",
+)  # fmt: skip
 
 OPENING = frozenset({"enable_msc", "follow_links", "quiet"})
 READING = OPENING | {"iteration", "trust_pickle"}
@@ -166,7 +178,75 @@ TORCH_DIST_TARGET = frozenset({
     "dialect", "layer_spec", "weights_only", "dtype", "extra_state", "stacked",
     "gpus", "tp", "ep", "etp",
 })  # fmt: skip
+# Of commands with many options, those that `--help` shows, besides the command's own.
+EVERYDAY = frozenset({
+    "dialect", "weights_only", "dtype", "gpus", "tp", "iteration", "overwrite", "resume", "dry_run", "as_json",
+})  # fmt: skip
 REWRITING = frozenset({"check_source", "overwrite", "as_json"})
 RUNNING = OPENING | REWRITING | {
     "resume", "dry_run", "workers", "threads", "memory_bytes", "fsync", "direct", "report",
 }  # fmt: skip
+
+AnyOptions = TypeVar("AnyOptions")
+Given = Mapping[str, Any]
+"""Values of options by the names of their rows, as the library takes them."""
+
+
+def with_options(
+    function: Callable[..., None],
+    names: Set[str],
+    own: Mapping[str, Row] | None = None,
+) -> Callable[..., None]:
+    """A function that Typer makes a command of: the arguments of `function`, and the options as keywords.
+
+    Args:
+        function: takes its own parameters, and the values of the options (see `Given`) as `**given`.
+        names: of the options that it has of the shared table.
+        own: rows of this command alone, and those that stand for one of the table.
+    """
+    assert names <= TABLE.keys()
+    signature = inspect.signature(function, eval_str=True)
+    own = own or {}
+    rows = {name: row for name, row in own.items() if name not in TABLE}
+    rows |= {name: own.get(name, row) for name, row in TABLE.items() if name in {*names, *own}}
+    arguments = [
+        _argument(p)
+        for p in signature.parameters.values()
+        if p.kind is not p.VAR_KEYWORD and p.name not in rows
+    ]
+    made = [row.parameter(name) for name, row in rows.items()]
+
+    def command(*args: Any, **given: Any) -> None:
+        values = {name: row.value(given.pop(name)) for name, row in rows.items()}
+        function(*args, **given, **values)
+
+    command.__signature__ = signature.replace(parameters=[*arguments, *made])  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in (*arguments, *made)}
+    command.__doc__ = function.__doc__
+    command.everyday = EVERYDAY | own.keys()  # type: ignore[attr-defined]
+    return command
+
+
+def _argument(parameter: inspect.Parameter) -> inspect.Parameter:
+    """An argument under its name in capitals, which not every version of Typer gives it."""
+    if get_origin(parameter.annotation) is not Annotated:
+        return parameter  # the context
+    kind, given = get_args(parameter.annotation)
+    name = parameter.name.upper()
+    info = copy(given)
+    info.metavar = given.metavar or (f"{name.removesuffix('S')}..." if get_origin(kind) is list else name)
+    return parameter.replace(annotation=Annotated[kind, info])
+
+
+def fill(options: type[AnyOptions], given: Given, **more: Any) -> AnyOptions:
+    """Options of the library from the given values of the same names, options inside them too; `more` wins."""
+    values = dict(more)
+    for field in fields(options):  # type: ignore[arg-type]
+        inner: Any = field.default_factory
+        if field.name in values:
+            continue
+        if field.name in given:
+            values[field.name] = given[field.name]
+        elif is_dataclass(inner):
+            values[field.name] = fill(cast(Any, inner), given)
+    return options(**values)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.cli.render.render import escape, escape_lines
+from ckpt_tools.cli.render import escape, escape_lines
 from ckpt_tools.human import counted
 
 if TYPE_CHECKING:
@@ -82,8 +82,12 @@ def _add_cases(suite: Element, report: Report, command: str) -> None:
 
 def as_github(report: Report, command: str) -> str:
     """Workflow commands of GitHub Actions: an annotation a finding."""
+
+    def title(check: str) -> str:
+        return _data(f"{command} {check}").replace(":", "%3A").replace(",", "%2C")
+
     lines = [
-        f"::{f.severity} title={_property(f'{command} {f.check}')}::{_data(f'{f.where}: {_message(f)}')}"
+        f"::{f.severity} title={title(f.check)}::{_data(f'{f.where}: {_message(f)}')}"
         for f in report.findings
     ]
     verdict = ("valid" if report.is_valid else "not valid") + report.verdict_suffix
@@ -137,7 +141,3 @@ def _code(text: str) -> str:
 def _data(text: str) -> str:
     """Escaped as GitHub's runner wants messages."""
     return escape_lines(text).replace("%", "%25").replace("\n", "%0A")
-
-
-def _property(text: str) -> str:
-    return _data(text).replace(":", "%3A").replace(",", "%2C")

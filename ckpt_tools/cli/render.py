@@ -2,7 +2,9 @@
 
 Names, paths and values come from strangers. Every sink has one function that makes them harmless there: `escape`
 for lines that a terminal or a CI log shows, `json_text` for JSON; `cli.findings` has those of Markdown, GitHub and
-JUnit, `commands.picture` that of SVG and HTML.
+JUnit, `commands.convert.picture` that of SVG and HTML.
+
+A terminal gets no line that is wider than it is, except a path or a command's word that would be useless in pieces.
 """
 
 from __future__ import annotations
@@ -11,20 +13,23 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TextIO
-
-from ckpt_tools.cli.render import fold
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rich.console import Console
-
 _CI_COMMAND = re.compile(r"##(?=\w*\[)")  # Azure's ##vso[ and ##[, TeamCity's ##teamcity[, wherever in a line
 _UNLIMITED = 1 << 16  # columns, when nobody looks: keys must not be folded in a file
 _GAP = "  "  # between the columns of a table
+NARROWEST = 20  # columns: in fewer nothing is folded further
+_SMALLEST = 12  # columns of a table's text that is folded
+_WORDS = re.compile(r"\s*(?:`[^`]*`\S*|\S+)")  # a command in backquotes stays whole, so that it can be copied
+_ARGUMENTS = re.compile(r"\s*(?:'[^']*'|\"[^\"]*\"|[^\s'\"])+")
+_PIECES = re.compile(r"[^\s./_,|=-]*(?:[./_,|=-]+|\s+|$)")
+_KEY = re.compile(r"\s*\w[^/\s]*\.\w")  # paths have a slash before a dot
+_NUMBER = re.compile(r"-?[\d,.]+(e[-+]\d+)?( %| \w+)?|-?(nan|inf)|-", re.IGNORECASE)
 _is_quiet = False
 
 
@@ -37,23 +42,6 @@ def be_quiet(wanted: bool) -> None:
 def is_quiet() -> bool:
     """Whether it does."""
     return _is_quiet
-
-
-def print_report(data: Callable[[], Any], as_json: bool, print_text: Callable[[], None]) -> None:
-    """What a command has found or written: as JSON if it was asked for, else for people."""
-    if as_json:
-        print(json_text(data()))
-    else:
-        print_text()
-
-
-def console() -> Console:
-    """Where tables go: stdout, without colours when NO_COLOR is set or stdout is not a terminal."""
-    from rich.console import Console
-
-    return Console(
-        highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else _UNLIMITED
-    )
 
 
 def escape(name: str) -> str:
@@ -74,6 +62,78 @@ def escape_lines(text: str) -> str:
     return "\n".join(map(escape, text.split("\n")))
 
 
+def columns_of(stream: TextIO) -> int | None:
+    """The width of the terminal that `stream` is, or what COLUMNS says that it is; None: it is not a terminal."""
+    try:
+        if not stream.isatty():
+            return None
+        said = os.environ.get("COLUMNS", "")
+        width = (
+            int(said) if said.isascii() and said.isdigit() else os.get_terminal_size(stream.fileno()).columns
+        )
+    except (OSError, ValueError):
+        width = 0
+    return max(width or 80, NARROWEST)
+
+
+def fold_line(line: str, width: int) -> list[str]:
+    """A line of prose in lines that begin below its first word, or below what follows a label.
+
+    A word that is longer than a line stands on one of its own, whole: a path in pieces could not be copied. Only keys
+    are folded, after their dots.
+    """
+    if len(line) <= width:
+        return [line]
+    label = re.match(r"\s*\S+(?: \S+)?  +(?=\S)", line)
+    indent = len(line) - len(line.lstrip())
+    hang = " " * (len(label[0]) if label and len(label[0]) <= width // 3 else indent + 2)
+    pieces = list[str]()
+    for word in _WORDS.findall(line):
+        room = max(width - len(hang), _SMALLEST)
+        pieces += _cut(word, room) if _KEY.match(word) and len(word) > room else [word]
+    return _filled(pieces, width, hang)
+
+
+def fold_command(line: str, width: int) -> list[str]:
+    """A command line as several that a shell takes for one; a comment as several comments."""
+    if len(line) <= width:
+        return [line]
+    if line.lstrip().startswith("#"):
+        return _filled(_WORDS.findall(line), width, line[: line.index("#")] + "# ")
+    end = " \\"
+    hang = " " * (len(line) - len(line.lstrip()) + 2)
+    words = [found[0] for found in _ARGUMENTS.finditer(line.removesuffix(end))]
+    lines = _filled(words, width - len(end), hang)
+    return [*(one + end for one in lines[:-1]), lines[-1] + (end if line.endswith(end) else "")]
+
+
+def fold_cell(text: str, width: int) -> list[str]:
+    """A cell of a table in lines: folded between words, and names that are longer than a line after their dots."""
+    if len(text) <= width:
+        return [text]
+    words = re.findall(r"\S*\s*", text)
+    return _filled([piece for word in words for piece in _cut(word, width)], width, "")
+
+
+def _cut(word: str, width: int) -> list[str]:
+    """A word in pieces of at most `width` columns."""
+    if len(word.rstrip()) <= width:
+        return [word]
+    pieces = [found[0] for found in _PIECES.finditer(word) if found[0]]
+    return [piece[i : i + width] for piece in pieces for i in range(0, len(piece), width)]
+
+
+def _filled(pieces: Iterable[str], width: int, hang: str) -> list[str]:
+    """Pieces, each with the space around it, in lines of which all but the first begin with `hang`."""
+    lines = [""]
+    for piece in pieces:
+        if lines[-1] and len((lines[-1] + piece).rstrip()) > width:
+            lines.append(hang + piece.lstrip())
+        else:
+            lines[-1] += piece
+    return [line.rstrip() for line in lines]
+
+
 def tell(text: str = "", stream: TextIO | None = None) -> None:
     """Print text that is harmless already on stdout, or `stream`, for people who want to be told."""
     if not _is_quiet:
@@ -81,11 +141,10 @@ def tell(text: str = "", stream: TextIO | None = None) -> None:
 
 
 def _write(text: str, stream: TextIO) -> None:
-    """Print text; a terminal gets it folded between words."""
-    width = fold.columns_of(stream)
+    width = columns_of(stream)
     lines = text.split("\n")
     if width is not None:
-        lines = [part for line in lines for part in fold.fold_line(line, width)]
+        lines = [part for line in lines for part in fold_line(line, width)]
     print("\n".join(lines), file=stream, flush=True)
 
 
@@ -107,9 +166,9 @@ def tell_command(text: str) -> None:
     """Print shell lines; a terminal gets them folded so that they are still those when they are copied."""
     if _is_quiet:
         return
-    width = fold.columns_of(sys.stdout)
+    width = columns_of(sys.stdout)
     for line in text.split("\n"):
-        print("\n".join([line] if width is None else fold.fold_command(line, width)))
+        print("\n".join([line] if width is None else fold_command(line, width)))
 
 
 def complain(error: str) -> None:
@@ -122,64 +181,52 @@ def say(note: str) -> None:
     tell(note, sys.stderr)
 
 
-def say_unmatched(patterns: Iterable[str], names: Iterable[str]) -> None:
-    """Name on stderr every glob of `--keys` that matches nothing, with the names that were perhaps meant."""
-    from ckpt_tools.close_names import unmatched
-
-    for pattern, close in unmatched(patterns, names).items():
-        hint = f" Did you mean {', '.join(map(escape, close))}?" if close else ""
-        say(f"note: --keys {escape(repr(pattern))} matches nothing.{hint}")
-
-
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:
-    """A table on stdout; numbers are right-aligned, text that is too long for the terminal is folded."""
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "", most: int | None = None
+) -> None:
+    """A table on stdout, of its first `most` rows; numbers are right-aligned, what is too long is folded."""
     if _is_quiet:
         return
     values = [list(row) for row in rows]
+    if most is not None and len(values) > most:
+        print_table(columns, values[:most], title)
+        tell(f"... and {len(values) - most:,} more (--json lists all)")
+        return
     cells = [[f"{v:,}" if isinstance(v, int) else escape(str(v)) for v in row] for row in values]
     numeric = [bool(values) and all(isinstance(row[i], int) for row in values) for i in range(len(columns))]
     tell(f"\n{title}" if title else "")
-    screen = fold.columns_of(sys.stdout)
-    if screen is None or not cells:
-        _print_columns(columns, cells, [max(map(len, c)) for c in zip(columns, *cells, strict=True)], numeric)
-    elif widths := _fitting(columns, cells, screen):
-        _print_columns(columns, cells, widths, numeric)
-    elif all(columns[1:]) and (widths := _fitting(*(flipped := _flipped(columns, cells)), screen)):
-        _print_columns(*flipped, widths, [False, *(True for _ in cells)])
-    else:
-        _print_list(columns, cells, screen)
-
-
-def _fitting(columns: Sequence[str], cells: Sequence[Sequence[str]], screen: int) -> list[int] | None:
-    return fold.column_widths(columns, cells, screen - len(_GAP) * (len(columns) - 1))
-
-
-def _flipped(
-    columns: Sequence[str], cells: Sequence[Sequence[str]]
-) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """Rows as columns."""
-    first, *rest = zip(columns, *cells, strict=True)
-    return first, rest
-
-
-def _print_columns(
-    columns: Sequence[str], cells: Sequence[Sequence[str]], widths: Sequence[int], numeric: Sequence[bool]
-) -> None:
+    screen = columns_of(sys.stdout) if cells else None
+    room = _UNLIMITED if screen is None else screen - len(_GAP) * (len(columns) - 1)
+    widths = column_widths(columns, cells, room)
+    if widths is None:
+        _print_list(columns, cells, screen or _UNLIMITED)
+        return
     is_bold = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     for index, row in enumerate([columns, ["\u2500" * width for width in widths], *cells]):
-        for line in _aligned(row, widths, numeric):
+        folded = [fold_cell(text, width) for text, width in zip(row, widths, strict=True)]
+        for parts in zip_longest(*folded, fillvalue=""):
+            aligned = (
+                t.rjust(w) if n else t.ljust(w) for t, w, n in zip(parts, widths, numeric, strict=True)
+            )
+            line = _GAP.join(aligned).rstrip()
             print(f"\x1b[1m{line}\x1b[0m" if is_bold and not index else line)
 
 
-def _aligned(row: Sequence[str], widths: Sequence[int], numeric: Sequence[bool]) -> Iterator[str]:
-    """A row of a table as the lines that it takes."""
-    folded = [
-        [text] if len(text) <= width else fold.fold_cell(text, width)
-        for text, width in zip(row, widths, strict=True)
-    ]
-    for parts in zip_longest(*folded, fillvalue=""):
-        aligned = (t.rjust(w) if n else t.ljust(w) for t, w, n in zip(parts, widths, numeric, strict=True))
-        yield _GAP.join(aligned).rstrip()
+def column_widths(columns: Sequence[str], cells: Sequence[Sequence[str]], room: int) -> list[int] | None:
+    """The widths at which a table has at most `room` columns, its numbers whole; None: there are none."""
+    widths, least = [], []
+    for column, *values in zip(columns, *cells, strict=True):
+        title = max((len(word) for word in column.split()), default=0)
+        widest = max(map(len, values), default=0)
+        widths.append(max(widest, len(column)))
+        are_numbers = all(map(_NUMBER.fullmatch, values))
+        least.append(max(widest, title) if are_numbers else min(widths[-1], max(title, _SMALLEST)))
+    if sum(least) > room:
+        return None
+    while sum(widths) > room:
+        _, index = max((have - low, i) for i, (have, low) in enumerate(zip(widths, least, strict=True)))
+        widths[index] -= 1
+    return widths
 
 
 def _print_list(columns: Sequence[str], cells: Iterable[Sequence[str]], screen: int) -> None:
@@ -194,8 +241,8 @@ def _print_list(columns: Sequence[str], cells: Iterable[Sequence[str]], screen: 
             elif cell:  # a number's unit
                 texts[-1] += f" {cell}"
         for text in texts:
-            whole, *more = fold.fold_cell(text, screen)
-            more = [line for part in more for line in fold.fold_cell(part, screen - 4)]
+            whole, *more = fold_cell(text, screen)
+            more = [line for part in more for line in fold_cell(part, screen - 4)]
             sys.stdout.writelines(f"{line}\n" for line in (whole, *(f"    {line}" for line in more)))
 
 
@@ -203,6 +250,7 @@ def print_tree(title: str, leaves: Iterable[tuple[str, str]]) -> None:
     """Dotted names as a tree on stdout, each leaf followed by its description."""
     if _is_quiet:
         return
+    from rich.console import Console
     from rich.text import Text
     from rich.tree import Tree
 
@@ -214,7 +262,8 @@ def print_tree(title: str, leaves: Iterable[tuple[str, str]]) -> None:
             if path[:depth] not in nodes:
                 nodes[path[:depth]] = nodes[path[: depth - 1]].add(Text(path[depth - 1]))
         nodes[path[:-1]].add(Text(f"{path[-1]}  {escape(description)}"))
-    console().print(root)
+    width = None if sys.stdout.isatty() else _UNLIMITED
+    Console(highlight=False, markup=False, emoji=False, width=width).print(root)
 
 
 def json_text(value: Any, indent: int | None = 1) -> str:
@@ -234,15 +283,6 @@ def write_text(file: Path, text: str, source: str) -> None:
         write_report(
             file, text.encode("utf-8", "backslashreplace"), None if "://" in source else Path(source)
         )
-
-
-def give_json(data: Any, shown: bool, file: Path | None, source: str) -> None:
-    """Print it, and write it to a file that is as private as the checkpoint `source`."""
-    text = json_text(data, 2)
-    if file is not None:
-        write_text(file, text + "\n", source)
-    if shown:
-        print(text)
 
 
 def json_lines(head: dict[str, Any], lists: dict[str, Iterator[Any]]) -> Iterator[str]:

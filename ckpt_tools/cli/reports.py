@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from ckpt_tools.cli.render.render import escape, say, tell
-from ckpt_tools.commands.job.report import ConversionReport, Masters
-from ckpt_tools.commands.job.target_job import describe
-from ckpt_tools.execute.proof.check_masters import describe_masters
-from ckpt_tools.execute.run import WriteReport
+from ckpt_tools.cli.render import escape, say, tell
 from ckpt_tools.human import human_bytes
 from ckpt_tools.model.choices import assert_never
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.edit.repair import Repaired
+    from ckpt_tools.commands.job.report import ConversionReport, Masters
     from ckpt_tools.commands.job.rewrite import Edited
+    from ckpt_tools.execute.run import WriteReport
     from ckpt_tools.model.target import Target
 
 _SHOWN = 8
@@ -26,16 +24,20 @@ _NAMED = 3  # keys of one reason
 
 def print_report(report: ConversionReport) -> None:
     """What was converted, how fast, and what changed on the way; long lists are cut (`--json` has them whole)."""
+    from ckpt_tools.commands.job.target_job import describe
+
     done = "would convert" if report.written is None else "converted"
     if report.written and report.written.was_there:
         done = "compared, as all of it was there already:"
     made = "" if report.iteration == report.source_iteration else iteration_text(report.iteration)
+    is_named = report.output_format == "hf" and report.architecture
+    architecture = f": {report.architecture}" if is_named else ""
     # No groups: weights only, or carried over as they are stored.
     groups = f", groups {report.groups}" if report.groups else ""
     lines = [
         f"{done} {report.source} -> {report.output}",
         f"  source     {_source(report)}{iteration_text(report.source_iteration)}",
-        f"  target     {report.output_format} for {report.loader or 'the same loader'}{_architecture(report)}{made}",
+        f"  target     {report.output_format} for {report.loader or 'the same loader'}{architecture}{made}",
         f"  holds      {report.tensors:,} tensors, {report.objects:,} objects and scalars{groups}",
         f"  masters    {masters_text(report.masters)}",
     ]
@@ -85,12 +87,10 @@ def _source(report: ConversionReport) -> str:
     return report.source_format if same else f"{report.source_format}, {layout}"
 
 
-def _architecture(report: ConversionReport) -> str:
-    return f": {report.architecture}" if report.output_format == "hf" and report.architecture else ""
-
-
 def masters_text(masters: Masters) -> str:
     """What became of them, and what was proven."""
+    from ckpt_tools.execute.proof.check_masters import describe_masters
+
     match masters.use:
         case "none":
             return "the source has none"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from ckpt_tools.cli.options.given_values import MAX_RANKS
-from ckpt_tools.cli.options.signature import Given
-from ckpt_tools.cli.options.table import TABLE
+from ckpt_tools.cli.options import MAX_RANKS
+from ckpt_tools.cli.table import TABLE, Given
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:

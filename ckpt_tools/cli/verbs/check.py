@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_tools.cli.manual import page
-from ckpt_tools.cli.options import given_values as v
-from ckpt_tools.cli.options.row import flag, option
-from ckpt_tools.cli.options.signature import Given, fill, with_options
-from ckpt_tools.cli.options.table import EVERY_ITERATION, READING, Checkpoint
-from ckpt_tools.cli.render import findings, render
+from ckpt_tools.cli import findings, render
+from ckpt_tools.cli import options as v
+from ckpt_tools.cli.options import flag, option
+from ckpt_tools.cli.table import EVERY_ITERATION, READING, Checkpoint, Given, fill, with_options
 from ckpt_tools.human import counted
 from ckpt_tools.model.choices import DialectName, ReportFormat, assert_never
+from ckpt_tools.plain_data import plain
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.check.launch import Launch
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from ckpt_tools.verify.report import Report
 
 _AS_JSON = flag("--json", help="JSON on stdout, the same as --format json.")
+_VERBOSE = flag("--verbose", "-v", help="Also print every check and what it looked at.")
 _VERIFY = {
     "content": flag("--content", help="Read every byte: checksums, masters against weights, NaN and Inf."),
     "manifest": option(
@@ -35,6 +35,7 @@ _VERIFY = {
     ),
     "allow_nonfinite": flag("--allow-nonfinite", help="NaN and Inf are warnings, not errors."),
     "iteration": EVERY_ITERATION,
+    "verbose": _VERBOSE,
     "as_json": _AS_JSON,
 }  # fmt: skip
 _PREFLIGHT = {
@@ -43,15 +44,9 @@ _PREFLIGHT = {
         DialectName, "--target",
         help="Program that runs the job. Default: the one that the checkpoint was converted for, else main.",
     ),
+    "verbose": _VERBOSE,
     "as_json": _AS_JSON,
 }  # fmt: skip
-
-
-def register(app: typer.Typer) -> None:
-    """Add this module's commands to `app`."""
-    reported = READING | {"report_format", "junit"}
-    app.command(**page("verify"))(with_options(verify, reported | {"workers", "threads"}, _VERIFY))
-    app.command(**page("preflight"))(with_options(preflight, reported, _PREFLIGHT))
 
 
 def verify(
@@ -66,24 +61,27 @@ def verify(
     Exit code 3 when there is nothing to verify, as where a save was interrupted. Where a tracker names that, or
     where several are verified, it counts as one that is not whole.
     """
-    from ckpt_tools.cli.render.progress import progress_bar
+    from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint, verify_checkpoints
 
     of_all = given["iteration"] == "all"
-    options, chosen = fill(VerifyOptions, given, every_iteration=of_all), _chosen(given)
-    iteration = None if of_all else v.iteration_number(given["iteration"])
+    options = fill(VerifyOptions, given, every_iteration=of_all)
     if of_all:
         checkpoints = _every_iteration(checkpoints)
+    iteration = None if of_all else given["iteration"]
     is_one = len(checkpoints) == 1 and not of_all
     with progress_bar(given["quiet"]) as progress:
         if is_one:
             reports = [verify_checkpoint(checkpoints[0], iteration, options, progress)]
         else:
             reports = verify_checkpoints(checkpoints, iteration, options, progress)
-    if is_one:
-        _print_report(reports[0], "verify", chosen, given["junit"])
+    _write_junit(reports, "verify", given)
+    if _chosen(given) == "json" and not is_one:
+        whole = {"schema_version": findings.SCHEMA_VERSION, "valid": all(r.is_valid for r in reports)}
+        print(render.json_text(whole | {"reports": [findings.as_json(report) for report in reports]}))
     else:
-        _print_reports(reports, chosen, given["junit"])
+        for report in reports:
+            _print_report(report, "verify", given)
     raise typer.Exit(
         max((4 if report.is_hostile else 0 if report.is_valid else 1 for report in reports), default=0)
     )
@@ -91,7 +89,7 @@ def verify(
 
 def _every_iteration(roots: Sequence[str]) -> list[str]:
     """The folders of all iterations, past what jobs are still writing."""
-    from ckpt_tools.cli.render.reports import say_unfinished
+    from ckpt_tools.cli.reports import say_unfinished
     from ckpt_tools.commands.job.iterations import every_iteration
 
     folders = []
@@ -119,18 +117,21 @@ def preflight(
     found = check(
         checkpoint, job or (), given["yaml_file"], given["iteration"], given["trust_pickle"], given["dialect"]
     )
-    launch, as_is = _command(found.launch), _command(found.as_is)
-    chosen = _chosen(given)
-    starts = [one.as_json() for one in found.starts]
-    more = {"program": found.program, "launch": launch, "as_is": as_is, "starts": starts}
-    _print_report(found.report, "preflight", chosen, given["junit"], more)
-    if chosen == "text":
+    _write_junit([found.report], "preflight", given)
+    more = {
+        "program": found.program,
+        "launch": _command(found.launch),
+        "as_is": _command(found.as_is),
+        "starts": plain(found.starts),
+    }
+    _print_report(found.report, "preflight", given, more)
+    if _chosen(given) == "text":
         _print_starts(found.starts)
-        for title, start in (
-            ("launch with", found.launch),
-            ("a 3D-parallel job without Megatron-FSDP loads it as it is: launch with", found.as_is),
-        ):
-            _print_launch(f"{title} ({found.program})", start)
+        _print_launch(f"launch with ({found.program})", found.launch)
+        _print_launch(
+            f"a 3D-parallel job without Megatron-FSDP loads it as it is: launch with ({found.program})",
+            found.as_is,
+        )
     raise typer.Exit(0 if found.report.is_valid else 1)
 
 
@@ -164,11 +165,13 @@ def _chosen(given: Given) -> ReportFormat:
     return "json" if given["as_json"] else chosen
 
 
-def _print_report(
-    report: Report, command: str, chosen: ReportFormat, junit: Path | None, more: dict[str, Any] | None = None
-) -> None:
-    if junit is not None:
-        render.write_text(junit, findings.as_junit([report], command), report.checkpoint)
+def _write_junit(reports: Sequence[Report], command: str, given: Given) -> None:
+    if given["junit"] is not None:
+        render.write_text(given["junit"], findings.as_junit(reports, command), reports[0].checkpoint)
+
+
+def _print_report(report: Report, command: str, given: Given, more: dict[str, Any] | None = None) -> None:
+    chosen = _chosen(given)
     match chosen:
         case "json":
             print(render.json_text(findings.as_json(report) | (more or {})))
@@ -177,36 +180,31 @@ def _print_report(
         case "markdown":
             print(findings.as_markdown(report), end="")
         case "text":
-            _print_text(report, command)
+            _print_text(report, command, given["verbose"])
         case _:
             assert_never(chosen)
 
 
-def _print_reports(reports: Sequence[Report], chosen: ReportFormat, junit: Path | None) -> None:
-    """Several checkpoints' reports, one after the other; one document of JSON and of JUnit."""
-    if junit is not None:
-        render.write_text(junit, findings.as_junit(reports, "verify"), reports[0].checkpoint)
-    if chosen == "json":
-        whole = {"schema_version": findings.SCHEMA_VERSION, "valid": all(r.is_valid for r in reports)}
-        print(render.json_text(whole | {"reports": [findings.as_json(report) for report in reports]}))
-        return
-    for report in reports:
-        _print_report(report, "verify", chosen, None)
-
-
-def _print_text(report: Report, command: str) -> None:
+def _print_text(report: Report, command: str, verbose: bool) -> None:
+    """The verdict, then what was found and what to do about it, then each check if that is asked for."""
     good, bad = ("valid", "not valid") if command == "verify" else ("ready", "not ready")
     errors = sum(check.errors for check in report.checks)
-    verdict = good if report.is_valid else f"{bad}: {counted(errors, 'error')}"
-    last = f"{render.escape(report.checkpoint)} ({report.format}) is {verdict}{report.verdict_suffix}"
+    answer = good if report.is_valid else f"{bad}: {counted(errors, 'error')}"
+    verdict = f"{render.escape(report.checkpoint)} ({report.format}) is {answer}{report.verdict_suffix}"
     if render.is_quiet():
         wrong = [finding for finding in report.findings if finding.severity == "error"]
-        for line in (*findings.grouped(wrong), last) if wrong else ():
+        for line in (verdict, *findings.grouped(wrong)) if wrong else ():
             render.complain(line)
         return
-    if command == "verify":
+    for line in (verdict, *findings.grouped(report.findings)):
+        render.tell(line)
+    if verbose:
         rows = [(c.name, c.looked_at, c.unit, c.errors, len(c.findings) - c.errors) for c in report.checks]
         render.print_table(("check", "looked at", "", "errors", "warnings"), rows)
-    for line in findings.grouped(report.findings):
-        render.tell(line)
-    render.tell(last)
+
+
+_REPORTED = READING | {"report_format", "junit"}
+COMMANDS = {
+    "verify": with_options(verify, _REPORTED | {"workers", "threads"}, _VERIFY),
+    "preflight": with_options(preflight, _REPORTED, _PREFLIGHT),
+}

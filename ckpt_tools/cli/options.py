@@ -1,12 +1,75 @@
-"""Values as people write them, and what the library takes for them; places that a file can be written to."""
+"""An option is a row: its spelling, help, choices, limits, default, and how its value is read."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+
+import typer
+
+
+class Row(NamedTuple):
+    """Plain data; what Typer reads is made of it when a command is built, because most commands have few options."""
+
+    kind: Any  # a type, or a `Literal`, which is a choice of its words
+    spelled: tuple[str, ...]
+    default: Any
+    read: Callable[[Any], Any] | None
+    how: Mapping[str, Any]
+
+    def parameter(self, name: str) -> inspect.Parameter:
+        """The option as a parameter of a function that Typer makes a command of."""
+        kind, default = self.kind, self.default
+        (inner,) = get_args(kind) if get_origin(kind) is list else (kind,)
+        if get_origin(inner) is Literal:
+            # Typer knows `Literal` since 0.19 only, enumerations always.
+            choices = {word: word for word in get_args(inner)}
+            words: Any = Enum("Choice", choices, type=str)  # type: ignore[misc]
+            kind = words if inner is kind else list[words]
+            default = None if default is None else words(default)
+        spelled: Any = Annotated[
+            kind | None if default is None else kind, typer.Option(*self.spelled, **self.how)
+        ]
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=spelled)
+
+    def value(self, given: Any) -> Any:
+        """What the library gets."""
+        plain = [_plain(one) for one in given] if isinstance(given, list) else _plain(given)
+        return plain if self.read is None else self.read(plain)
+
+
+def _plain(given: Any) -> Any:
+    return given.value if isinstance(given, Enum) else given
+
+
+def option(
+    kind: Any,
+    *spelled: str,
+    default: Any = None,
+    read: Callable[[Any], Any] | None = None,
+    panel: str | None = None,
+    **how: Any,
+) -> Row:
+    """An option of type `kind`; without a default it is None when it is not given.
+
+    Args:
+        spelled: as Typer takes them: "--threads", "--swiglu/--no-swiglu".
+        read: makes the library's value of what was given.
+        panel: the section of help.
+        how: `help`, and whatever else `typer.Option` takes.
+    """
+    return Row(kind, spelled, default, read, {"rich_help_panel": panel, **how})
+
+
+def flag(*spelled: str, **how: Any) -> Row:
+    """An option that is either there or not."""
+    return option(bool, *spelled, default=False, **how)
+
 
 # More than any machine has; a typing mistake must not fill its memory with plans for them.
 MAX_RANKS, MAX_WORKERS, MAX_THREADS, MAX_ROWS = 1 << 20, 256, 1024, (1 << 31) - 1
@@ -34,44 +97,36 @@ def parse_bytes(text: str) -> int:
     return size
 
 
-def iteration_number(iteration: str | None, allowed: str = "a number, or all") -> int | None:
-    """The number that `--iteration` names, where it may be `all` too; None for the latest."""
-    if iteration is None:
+def iteration(text: str | None, allowed: str = "a number, or all") -> int | Literal["all"] | None:
+    """What `--iteration` names: a number, or all; None for the latest."""
+    if text is None:
         return None
+    if text == "all":
+        return "all"
     from ckpt_tools.errors import UsageError
     from ckpt_tools.formats.locate.detect import MAX_DIGITS
 
-    if not (iteration.isascii() and iteration.isdigit() and len(iteration) <= MAX_DIGITS):
-        raise UsageError(f"--iteration {iteration}: give {allowed}")
-    return int(iteration)
+    if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
+        raise UsageError(f"--iteration {text}: give {allowed}")
+    return int(text)
 
 
-def one_iteration(iteration: str | None) -> int | None:
+def one_iteration(text: str | None) -> int | None:
     """The number that `--iteration` names where one is meant; None for the latest."""
     from ckpt_tools.errors import UsageError
 
-    if iteration == "all":
+    number = iteration(text, "a number (`ls RUN` lists them)")
+    if number == "all":
         raise UsageError(
             "--iteration all: this command takes one iteration; give its number (`ls RUN` lists them). All of "
             "a run are taken by convert, copy, export-hf, modify-state-dict, slice, strip and verify"
         )
-    return iteration_number(iteration, "a number (`ls RUN` lists them)")
+    return number
 
 
 def words(text: str) -> tuple[str, ...]:
     """Words with commas between them."""
     return tuple(word for word in text.split(",") if word)
-
-
-def finite(number: float) -> float:
-    """A number that is one."""
-    from math import isnan
-
-    from ckpt_tools.errors import UsageError
-
-    if isnan(number):
-        raise UsageError("nan is not a number of seconds")
-    return number
 
 
 def globs(given: list[Any] | None) -> tuple[Any, ...]:
@@ -129,7 +184,7 @@ def in_a_folder(file: Path | None) -> Path | None:
         why = "check its permissions" if file.exists() else f"check the permissions of {file.parent}"
     elif any(any(file.parent.glob(pattern)) for pattern in _OF_CHECKPOINTS):
         why = f"{file.parent} holds a checkpoint, where only its own files belong"
-    elif file.is_file() and not _can_be_replaced(file):
+    elif file.is_file() and not _is_report(file):
         why = "it exists and is neither a report nor a page; choose another name or remove it"
     else:
         return file
@@ -139,7 +194,7 @@ def in_a_folder(file: Path | None) -> Path | None:
 _OF_CHECKPOINTS = (".metadata", "*.distcp", "*.safetensors", "common.pt")
 
 
-def _can_be_replaced(file: Path) -> bool:
+def _is_report(file: Path) -> bool:
     """Whether a file begins as what is written in its place does: as JSON, HTML, SVG or XML, or is empty."""
     with file.open("rb") as content:
         start = content.read(64).lstrip()
@@ -157,7 +212,7 @@ def allow_msc(wanted: bool) -> bool:
 
 def be_quiet(wanted: bool) -> bool:
     """Let the process keep its notes to itself, or not."""
-    from ckpt_tools.cli.render import render
+    from ckpt_tools.cli import render
 
     render.be_quiet(wanted)
     return wanted

@@ -1,0 +1,254 @@
+"""Commands that show what is stored: `inspect`, `ls`, `print-tensor`, `print-torch-dcp-in-json`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt_tools.cli import options as v
+from ckpt_tools.cli import render
+from ckpt_tools.cli.options import flag, option
+from ckpt_tools.cli.table import OPENING, READING, Checkpoint, with_options
+from ckpt_tools.human import counted, human_bytes
+from ckpt_tools.model.choices import InspectBy
+from ckpt_tools.plain_data import plain
+
+if TYPE_CHECKING:
+    from ckpt_tools.commands.look.inspect import Inspection
+    from ckpt_tools.commands.look.ls import RunListing
+
+_INSPECT = {
+    "keys": option(list[str], "--keys", read=v.globs, help="List only keys that match this glob."),
+    "by": option(
+        list[InspectBy],
+        "--by",
+        help="Tensors, elements and bytes by this instead of the listing, repeatable.",
+    ),
+    "tree": flag("--tree", help="List keys as a tree."),
+    "html": option(
+        Path, "--html", callback=v.in_a_folder, help="Write a page: the tree, a search, chunks over ranks."
+    ),
+    "list_group_meta": flag(
+        "--not-ignore-param-to-group-meta",
+        help="List the param_to_group_meta objects, not only their number.",
+    ),
+}
+_DCP_JSON = {
+    "values": flag("--values", help="Add the values of small objects and scalars."),
+    "output": option(
+        Path, "-o", "--output", callback=v.in_a_folder, help="Write there instead of to stdout."
+    ),
+    "no_write": flag(
+        "--no-write", help="Do not write param_to_param_group_map.json into a map dump's folder."
+    ),
+}  # fmt: skip
+_PRINT = {
+    "part": option(str, "--slice", help="A part, as numpy writes it: '0:2, :, 3'."),
+    "stats": flag("--stats", help="Minimum, maximum, mean, NaN and Inf counts."),
+}
+
+
+def inspect(checkpoint: Checkpoint, **given: Any) -> None:
+    """Show what a checkpoint is and what it holds, from its metadata alone."""
+    from ckpt_tools.commands.look.inspect import inspect_checkpoint
+
+    keys = given["keys"]
+    found = inspect_checkpoint(
+        checkpoint, given["iteration"], keys, given["list_group_meta"], given["trust_pickle"]
+    )
+    if keys:
+        from ckpt_tools.close_names import unmatched
+
+        for pattern, close in unmatched(keys, (*found.catalog.tensors, *found.catalog.objects)).items():
+            hint = f" Did you mean {', '.join(map(render.escape, close))}?" if close else ""
+            render.say(f"note: --keys {render.escape(repr(pattern))} matches nothing.{hint}")
+    html = given["html"]
+    if html is not None:
+        from ckpt_tools.commands.look.inspect_page import inspection_html
+
+        render.write_text(html, inspection_html(found), checkpoint)
+        if str(html) == "-":
+            return
+    if given["as_json"]:
+        head, names = found.summary(), {"nbytes": "bytes"}
+        if given["by"]:
+            head["by"] = {
+                axis: [{axis: name or None, **plain(t, names)} for name, t in found.by(axis).items()]
+                for axis in given["by"]
+            }
+        tensors = (plain(tensor, names) for tensor in found.tensors())
+        objects = ({"key": key, "bytes": nbytes} for key, nbytes in found.objects())
+        sys.stdout.writelines(render.json_lines(head, {"tensors": tensors, "objects": objects}))
+        return
+    _print_summary(found)
+    for axis in given["by"] or ():
+        rows = [
+            (name or "-", t.tensors, t.elements, human_bytes(t.nbytes)) for name, t in found.by(axis).items()
+        ]
+        render.print_table((axis, "tensors", "elements", "bytes"), rows)
+    if given["by"]:
+        return
+    if given["tree"]:
+        leaves = [(t.key, f"{t.dtype} {list(t.shape)}") for t in found.tensors()]
+        leaves += [(key, f"object, {nbytes:,} bytes") for key, nbytes in found.objects()]
+        render.print_tree(found.location.path, leaves)
+    else:
+        _print_listing(found)
+
+
+def print_torch_dcp_in_json(
+    torch_dcp_dir: Annotated[
+        str, typer.Argument(help="A folder with a .metadata: an iteration, not a run's root.")
+    ],
+    **given: Any,
+) -> None:
+    """Print the metadata of a torch distributed checkpoint as JSON; export a parameter group map dump."""
+    from ckpt_tools.commands.look.dcp_json import dcp_as_json, write_group_map
+
+    trust_pickle = given["trust_pickle"]
+    text = render.json_text(dcp_as_json(torch_dcp_dir, given["values"], trust_pickle)) + "\n"
+    render.write_text(given["output"] or Path("-"), text, torch_dcp_dir)
+    written = None if given["no_write"] else write_group_map(torch_dcp_dir, trust_pickle)
+    if written:
+        render.say(f"wrote {render.escape(written)}")
+
+
+def _print_summary(found: Inspection) -> None:
+    where = found.location
+    facts = {
+        "path": where.path,
+        "format": where.kind,
+        "writer": found.writer,
+        "iteration": "release" if where.is_release else found.iteration,
+        "common state": found.common_source,
+        "mcore_data": "no" if found.catalog.original_shapes is None else "yes",
+        "optimizer layout": found.layout,
+        "parameters": f"{found.parameters:,}",
+        **found.parallel_sizes,
+        **found.arguments,
+    }
+    render.print_table(
+        ("checkpoint", ""),
+        [(name, str(value)) for name, value in facts.items() if value is not None],
+    )
+    render.print_table(
+        ("role", "dtype", "tensors", "elements", "bytes"),
+        [(*kind, t.tensors, t.elements, human_bytes(t.nbytes)) for kind, t in found.totals.items()],
+    )
+
+
+def _print_listing(found: Inspection) -> None:
+    render.print_table(
+        ("tensor", "dtype", "shape", "chunks", "bytes"),
+        [(t.key, t.dtype, list(t.shape), t.chunks, human_bytes(t.nbytes)) for t in found.tensors()],
+    )
+    objects = list(found.objects())
+    if objects or not found.patterns:
+        render.print_table(("object", "bytes"), objects)
+    if found.group_meta and not found.list_group_meta:
+        render.tell(
+            f"and {found.group_meta:,} param_to_group_meta objects (--not-ignore-param-to-group-meta lists them)"
+        )
+
+
+def ls(
+    run: Annotated[str, typer.Argument(help="A run's root, one checkpoint, or a folder of runs.")],
+    **given: Any,
+) -> None:
+    """List the iterations of a run: whole or not, size, format, and the topology that they were written for.
+
+    Of a folder with several runs, list the runs. What is damaged is named, with exit code 0: `verify` judges.
+    """
+    from ckpt_tools.commands.look.ls import list_run
+
+    found = list_run(run, given["trust_pickle"])
+    print(render.json_text(found.as_json())) if given["as_json"] else _print_iterations(found)
+
+
+def _print_iterations(found: RunListing) -> None:
+    from ckpt_tools.formats.locate.run_layouts import layouts_of
+
+    if found.runs:
+        _print_runs(found)
+        return
+    rows = [
+        (
+            "/".join(filter(None, (row.name, row.inside))) + (" *" if row.is_latest else ""),
+            row.state,
+            human_bytes(row.nbytes),
+            row.kind or "-",
+            " ".join(f"{axis}{size}" for axis, size in (row.topology or {}).items()) or "-",
+        )
+        for row in found.iterations
+    ]
+    render.print_table(("iteration", "state", "size", "format", "topology"), rows)
+    if found.latest:
+        how = (
+            "that is whole, of"
+            if any(layout.loaded for layout in layouts_of(found.latest))
+            else "by the tracker of"
+        )
+        render.tell(f"* the latest, {how} {render.escape(found.root)}")
+    if found.note:
+        render.tell(f"no latest: {render.escape(found.note)}")
+    for row in found.iterations:
+        if row.why:
+            render.tell(f"{row.name}: {render.escape(row.why)}")
+    if found.others:
+        largest = sorted(found.others.items(), key=lambda pair: -pair[1])
+        listed = ", ".join(f"{render.escape(name)} {human_bytes(n)}" for name, n in largest[:5])
+        more = f", and {len(largest) - 5:,} more" if len(largest) > 5 else ""
+        render.tell(f"beside them: {listed}{more}")
+
+
+def _print_runs(found: RunListing) -> None:
+    rows = [
+        (row.name, row.iterations, row.latest or "-", row.kind or "-", human_bytes(row.nbytes))
+        for row in found.runs
+    ]
+    render.print_table(("run", "iterations", "latest", "format", "size"), rows)
+
+
+def print_tensor(
+    checkpoint: Checkpoint,
+    key: Annotated[str, typer.Argument(help="A stored key; `inspect` lists them.")],
+    **given: Any,
+) -> None:
+    """Print a stored tensor or object; only what is shown is read.
+
+    Values are taken as they are stored: checksums are not compared (`verify --content` does that).
+    """
+    from ckpt_tools.commands.look.print_tensor import print_tensor as read
+
+    printed = read(checkpoint, key, given["part"], given["stats"], given["iteration"], given["trust_pickle"])
+    if given["as_json"]:
+        print(render.json_text(printed.as_json()))
+        return
+    if printed.dtype is None:
+        render.tell_whole(render.json_text(printed.values))
+        return
+    chunks = counted(len(printed.chunks), "chunk")
+    render.tell(f"{render.escape(printed.key)}: {printed.dtype} {list(printed.shape)}, {chunks}")
+    for name, value in printed.statistics.items():
+        render.tell(f"  {name:<9}{value}")
+    if printed.box is not None and printed.box.size != printed.shape:
+        render.tell(f"  shown: {printed.box}")
+    render.tell_whole(render.escape_lines(render_values(printed.values)))
+
+
+def render_values(values: object) -> str:
+    """Nested lists of numbers, a row a line."""
+    if isinstance(values, list) and values and isinstance(values[0], list):
+        return "[" + ",\n".join(render_values(row) for row in values) + "]"
+    return str(values)
+
+
+COMMANDS = {
+    "inspect": with_options(inspect, READING | {"as_json"}, _INSPECT),
+    "print-torch-dcp-in-json": with_options(print_torch_dcp_in_json, OPENING | {"trust_pickle"}, _DCP_JSON),
+    "ls": with_options(ls, OPENING | {"trust_pickle", "as_json"}),
+    "print-tensor": with_options(print_tensor, READING | {"as_json"}, _PRINT),
+}

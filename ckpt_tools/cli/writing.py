@@ -1,0 +1,73 @@
+"""Run a command that writes a checkpoint, of one iteration or of all of a run, and print its report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import typer
+
+from ckpt_tools.cli import render
+from ckpt_tools.cli.table import Given
+
+if TYPE_CHECKING:
+    from ckpt_tools.commands.job.conversion import Progress
+    from ckpt_tools.model.choices import CheckpointKind
+
+Report = TypeVar("Report")
+
+
+def carry_out(
+    source: str,
+    output: str,
+    given: Given,
+    run: Callable[[int | None, bool, Progress], Report],
+    data: Callable[[Report], dict[str, Any]],
+    show: Callable[[Report], None],
+    *,
+    kinds: tuple[CheckpointKind, ...] = (),
+    schema_version: int = 1,
+) -> Report:
+    """Run a command on one iteration, or on all if `--iteration all` is given, and print what it did on rank 0.
+
+    Args:
+        run: takes an iteration (None: the latest) and whether the output's tracker is to name it then.
+        data: the report as JSON's types. `show` prints it for people.
+        kinds: those of the output that count as there already; empty for the source's own.
+        schema_version: of one report, which that of all iterations has too.
+    """
+    from ckpt_tools.cli.progress import is_first_rank, progress_bar
+    from ckpt_tools.cli.reports import say_unfinished
+    from ckpt_tools.commands.job import iterations
+
+    number, as_json, file = given["iteration"], given["as_json"], given.get("report")
+    with progress_bar(given["quiet"]) as progress:
+        if number != "all":
+            done = run(number, True, progress)
+            outcomes = [iterations.Outcome(number, done)]
+        else:
+            outcomes = iterations.convert_iterations(
+                source, output, kinds, given["overwrite"], lambda n, tracker: run(n, tracker, progress)
+            )
+    if is_first_rank():
+        if as_json or file is not None:
+            found = data(done) if number != "all" else iterations.as_json(outcomes, data, schema_version)
+            text = render.json_text(found, 2) + "\n"
+            if file is not None:
+                render.write_text(file, text, source)
+            if as_json:
+                print(text, end="")
+        for outcome in outcomes:
+            if outcome.error is not None:
+                render.complain(f"error: {outcome.name}: {outcome.error}")
+            elif outcome.is_unfinished:
+                say_unfinished(outcome.iteration)
+            elif as_json:
+                continue
+            elif outcome.report is not None:
+                show(outcome.report)
+            else:
+                render.tell(f"{outcome.name}: is there already, left as it is (--overwrite makes it anew)")
+    if number == "all":
+        raise typer.Exit(iterations.exit_code(outcomes))
+    return done
