@@ -334,8 +334,8 @@ def test_the_report_does_not_depend_on_parts(tmp_path, monkeypatch):
         path.write_bytes(content)
     whole = diff_checkpoints(root_of(LLAMA), str(root))
     assert sum(t.found.different for t in whole.tensors) == 6
-    monkeypatch.setattr("ckpt_tools.verify.content.parts._PART_ELEMS", 128)
-    monkeypatch.setattr("ckpt_tools.verify.content.parts._TILE_ELEMS", 48)
+    monkeypatch.setattr("ckpt_tools.verify.content.measure._PART_ELEMS", 128)
+    monkeypatch.setattr("ckpt_tools.verify.content.measure._TILE_ELEMS", 48)
     assert diff_checkpoints(root_of(LLAMA), str(root)) == whole
 
 

@@ -26,7 +26,7 @@ from ckpt_tools.formats.torch_archive.item_reader import load_object, whole_file
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.dtypes import ITEMSIZE
 from ckpt_tools.model.target import InlineTensor
-from ckpt_tools.verify.content.parts import parts_of
+from ckpt_tools.verify.content.measure import parts_of
 from ckpt_tools.verify.content.values import Census
 from tests.conftest import DATA
 from tests.damage import ITERATION, copy_of, flip_bit, infos_of, metadata_of, payload_of

@@ -166,7 +166,7 @@ def _masters_check(
 def _pairs(files: Files, catalog: Catalog) -> Mapping[Item, Item]:
     """Masters that can be read beside their weights; what a store is asked for goes in the order of its files."""
     from ckpt_tools.execute.move.source_reader import has_stores
-    from ckpt_tools.verify.content.master_pairs import master_pairs
+    from ckpt_tools.verify.content.content import master_pairs
 
     return {} if has_stores(files) else master_pairs(catalog)
 

@@ -32,7 +32,7 @@ from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.verify.checkpoint import meaning
 from ckpt_tools.verify.checkpoint.counters import check_counters
 from ckpt_tools.verify.checkpoint.hf_folder import check_hf_folder
-from ckpt_tools.verify.checkpoint.packing import check_packing
+from ckpt_tools.verify.checkpoint.meaning import check_packing
 from ckpt_tools.verify.checkpoint.place import (
     check_entries,
     check_metadata_json,
@@ -50,7 +50,7 @@ from ckpt_tools.verify.checkpoint.structure import (
     check_shards,
     check_tiling,
 )
-from ckpt_tools.verify.content.integrity import INTEGRITY, check_integrity
+from ckpt_tools.verify.content.manifest import INTEGRITY, check_integrity
 from ckpt_tools.verify.content.meter import Meter
 from ckpt_tools.verify.report import ERROR, Check, failed_check
 
