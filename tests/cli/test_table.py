@@ -17,7 +17,7 @@ from ckpt_tools.cli.verbs import average, convert, copy, diff, edit, huggingface
 from ckpt_tools.cli.verbs import inspect as look
 from ckpt_tools.cli.verbs import plan as cli_plan
 from ckpt_tools.commands.adapters.merge_adapter import MergeOptions
-from ckpt_tools.commands.check.diff import DiffRequest
+from ckpt_tools.commands.check.sides import DiffRequest
 from ckpt_tools.commands.check.verify import VerifyOptions
 from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.plan import plan_checkpoint

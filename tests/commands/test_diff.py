@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.check.diff import DiffRequest, _recorded_tp, diff_checkpoints
+from ckpt_tools.commands.check.diff import diff_checkpoints
+from ckpt_tools.commands.check.sides import DiffRequest, _recorded_tp
 from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_dcp import convert_to_dcp
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
