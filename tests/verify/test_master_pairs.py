@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_tools.commands.check import verify_masters
+from ckpt_tools.commands.check import verify_checks
 from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.execute.proof.check_masters import MastersReport, compare_all_masters
 from ckpt_tools.formats.dcp.metadata_read import read_catalog
@@ -109,7 +109,7 @@ def test_each_byte_of_a_tensor_is_read_once(tmp_path: Path, monkeypatch: pytest.
     masters = [key for key in catalog.tensors if key.startswith("optimizer.state.param.")]
     assert len(pairs) == sum(len(catalog.tensors[key].chunks) for key in masters)
     monkeypatch.setattr(LocalFiles, "read_into", counted)
-    monkeypatch.setattr(verify_masters, "compare_all_masters", partial(_without_reading, read))
+    monkeypatch.setattr(verify_checks, "compare_all_masters", partial(_without_reading, read))
     assert _report(root).is_valid
     seen = Counter(read)
     for key in (MASTER, WEIGHT):

@@ -1,8 +1,7 @@
 """`verify`, `diff`, `preflight`.
 
 * `verify`: `verify`
-* `verify_metadata`: its checks that look at no values
-* `verify_masters`: do masters round to weights, and what is known where not
+* `verify_checks`: its checks: metadata by format, masters against weights
 * `diff`: `diff`
 * `sides`: two checkpoints under one naming, for `diff` and `stats`
 * `preflight`: `preflight`

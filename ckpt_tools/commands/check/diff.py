@@ -29,7 +29,7 @@ from ckpt_tools.verify.compare.differences import (
     weights_not_compared,
 )
 from ckpt_tools.verify.compare.objects import names_in
-from ckpt_tools.verify.content.meter import Meter
+from ckpt_tools.verify.report import Meter
 
 T = TypeVar("T")
 

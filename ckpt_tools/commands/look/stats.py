@@ -33,8 +33,8 @@ from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.verify.compare.differences import Side
 from ckpt_tools.verify.content.measure import Place, changes, statistics
-from ckpt_tools.verify.content.meter import Meter
 from ckpt_tools.verify.content.values import Change, Statistics
+from ckpt_tools.verify.report import Meter
 
 Progress = Callable[[int, int], None]
 AnySums = TypeVar("AnySums", Statistics, Change)

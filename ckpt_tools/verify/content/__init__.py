@@ -4,6 +4,5 @@
 * `scan`: the same of one stored item
 * `values`: what is not a number; sums and extremes
 * `measure`: sums of every tensor, a long one in parts, by threads and processes
-* `meter`: bytes read so far
 * `manifest`: SHA-256 sums of files and tensors, Megatron's own `integrity.json`
 """
