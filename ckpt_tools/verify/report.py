@@ -1,8 +1,9 @@
-"""What a verification found, as plain data: checks, each with the number of things it looked at and its findings."""
+"""What a verification found: checks, each with how much it looked at and its findings; and how far it is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, TypeAlias
 
@@ -107,3 +108,18 @@ class Report:
     @property
     def is_valid(self) -> bool:
         return all(check.errors == 0 for check in self.checks)
+
+
+class Meter:
+    """Call it with bytes just read; `progress` is told (bytes done, `total`). Threads may share it."""
+
+    def __init__(self, progress: Callable[[int, int], None] = lambda _done, _total: None) -> None:
+        self.total = 0
+        self._progress = progress
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            self._progress(self._done, max(self.total, self._done))

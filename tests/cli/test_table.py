@@ -14,7 +14,7 @@ from ckpt_tools.cli.options import Row, option
 from ckpt_tools.cli.table import FSDP_TARGET, TABLE, TORCH_DIST_TARGET, fill, with_options
 from ckpt_tools.cli.verbs import check, diff, edit, huggingface, look, plan, stats
 from ckpt_tools.commands.adapters.merge_adapter import MergeOptions
-from ckpt_tools.commands.check.diff import DiffRequest
+from ckpt_tools.commands.check.sides import DiffRequest
 from ckpt_tools.commands.check.verify import VerifyOptions
 from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.plan import plan_checkpoint

@@ -15,7 +15,7 @@ import ckpt_tools
 from ckpt_tools.cli import findings
 from ckpt_tools.cli.app import run
 from ckpt_tools.cli.verbs.diff import two_values
-from ckpt_tools.commands.check import verify_masters
+from ckpt_tools.commands.check import verify_checks
 from ckpt_tools.errors import CkptError, Interrupted, Terminated
 from ckpt_tools.verify.content import manifest
 from ckpt_tools.verify.report import Check, Finding, Report
@@ -302,7 +302,7 @@ def test_a_stopped_proof_is_no_finding(stop: type[CkptError], monkeypatch: pytes
     def stopped(*_: object) -> None:
         raise stop("in a worker")
 
-    monkeypatch.setattr(verify_masters, "compare_all_masters", stopped)
+    monkeypatch.setattr(verify_checks, "compare_all_masters", stopped)
     with pytest.raises(stop):
         ckpt_tools.verify_checkpoint(DATA / LLAMA, None, ckpt_tools.VerifyOptions(content=True))
 

@@ -221,5 +221,4 @@ def test_training_flags_break_no_rule_of_preflight(slurm: Slurm) -> None:
     assert broken() == {
         "architecture", "vocabulary", "layer-spec", "mtp", "sizes", "parts", "schedule",
     }  # fmt: skip
-    assert broken(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True") - broken() == {"user-buffers"}
     assert broken(EXTRA_ARGS="--use-torch-fsdp2") - broken() == {"fsdp-or-fsdp2"}

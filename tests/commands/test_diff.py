@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.check.diff import DiffRequest, _recorded_tp, diff_checkpoints
+from ckpt_tools.commands.check.diff import diff_checkpoints
+from ckpt_tools.commands.check.sides import DiffRequest, _recorded_tp
 from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_dcp import convert_to_dcp
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
@@ -334,8 +335,8 @@ def test_the_report_does_not_depend_on_parts(tmp_path, monkeypatch):
         path.write_bytes(content)
     whole = diff_checkpoints(root_of(LLAMA), str(root))
     assert sum(t.found.different for t in whole.tensors) == 6
-    monkeypatch.setattr("ckpt_tools.verify.content.parts._PART_ELEMS", 128)
-    monkeypatch.setattr("ckpt_tools.verify.content.parts._TILE_ELEMS", 48)
+    monkeypatch.setattr("ckpt_tools.verify.content.measure._PART_ELEMS", 128)
+    monkeypatch.setattr("ckpt_tools.verify.content.measure._TILE_ELEMS", 48)
     assert diff_checkpoints(root_of(LLAMA), str(root)) == whole
 
 

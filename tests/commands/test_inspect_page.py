@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.look import inspect_page
+from ckpt_tools.commands.look import pages
 from ckpt_tools.commands.look.inspect import inspect_checkpoint
-from ckpt_tools.commands.look.inspect_page import inspection_html
+from ckpt_tools.commands.look.pages import inspection_html
 from tests.conftest import DATA
 from tests.pages import parse_page
 
@@ -48,7 +48,7 @@ def test_the_data_is_what_is_stored() -> None:
 
 
 def test_the_page_of_a_very_large_checkpoint_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspect_page, "_MOST_CHUNKS", 10)
+    monkeypatch.setattr(pages, "_MOST_CHUNKS", 10)
     tensors = data_of(inspection_html(inspect_checkpoint(str(RUN))))["tensors"]
     kept = [t for t in tensors if t[5] is not None]
     assert kept

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.check.diff import DiffRequest, diff_checkpoints
+from ckpt_tools.commands.check.diff import diff_checkpoints
+from ckpt_tools.commands.check.sides import DiffRequest
 from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.look.inspect import inspect_checkpoint
@@ -31,7 +32,7 @@ from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.dtypes import ITEMSIZE
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.model.views import Source
-from ckpt_tools.verify.content import parts
+from ckpt_tools.verify.content import measure
 from ckpt_tools.verify.content.values import Change, Statistics
 from tests.altered import scaled
 from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
@@ -158,8 +159,8 @@ def test_any_optimizer_layout_is_measured_as_its_conversion(name: str, tmp_path:
 
 
 def test_the_result_does_not_depend_on_threads_and_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "_TILE_ELEMS", 64)
-    monkeypatch.setattr(parts, "_PART_ELEMS", 256)
+    monkeypatch.setattr(measure, "_TILE_ELEMS", 64)
+    monkeypatch.setattr(measure, "_PART_ELEMS", 256)
     one, four = (checkpoint_statistics(str(DATA / RUN), StatsOptions(threads=n)).as_json() for n in (1, 4))
     assert one == four
 

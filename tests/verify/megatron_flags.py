@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-TABLE = Path(__file__).resolve().parents[2] / "ckpt_tools" / "verify" / "megatron_flags.json"
+TABLE = Path(__file__).resolve().parents[2] / "ckpt_tools" / "verify" / "readiness" / "megatron_flags.json"
 _ABSENT = {"triton", "regex", "nvtx", "sentencepiece", "tiktoken", "ftfy"}
 _KINDS = {"_StoreAction": "store", "_StoreTrueAction": "true", "_StoreFalseAction": "false",
           "BooleanOptionalAction": "bool"}  # fmt: skip

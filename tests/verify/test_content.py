@@ -26,7 +26,7 @@ from ckpt_tools.formats.torch_archive.item_reader import load_object, whole_file
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.dtypes import ITEMSIZE
 from ckpt_tools.model.target import InlineTensor
-from ckpt_tools.verify.content.parts import parts_of
+from ckpt_tools.verify.content.measure import parts_of
 from ckpt_tools.verify.content.values import Census
 from tests.conftest import DATA
 from tests.damage import ITERATION, copy_of, flip_bit, infos_of, metadata_of, payload_of
@@ -239,8 +239,8 @@ def test_the_report_does_not_depend_on_parts_nor_on_whether_a_frame_is_known(nam
     assert ("values", long[0]) in errors
     monkeypatch.setattr("ckpt_tools.verify.content.content._PART_BYTES", 512)
     assert _report_of(root) == damaged
-    for room in ("content", "structure"):
-        monkeypatch.setattr(f"ckpt_tools.verify.{room}.usual_item", lambda *_: None)
+    for module in ("content.content", "checkpoint.structure"):
+        monkeypatch.setattr(f"ckpt_tools.verify.{module}.usual_item", lambda *_: None)
     assert _report_of(root) == damaged
     shutil.rmtree(root)
     assert _report_of(copy_of(name, tmp_path)) == sound

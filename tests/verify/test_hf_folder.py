@@ -24,7 +24,7 @@ from ckpt_tools.formats.safetensors.catalog import read_safetensors_catalog
 from ckpt_tools.formats.storage.files import LocalFiles
 from ckpt_tools.megatron.huggingface.families.identify import NUMBER
 from ckpt_tools.model.catalog import TensorEntry
-from ckpt_tools.verify.checkpoint.hf_names import check_hf_names
+from ckpt_tools.verify.checkpoint.hf_folder import check_hf_names
 from ckpt_tools.verify.report import Finding
 from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.megatron.huggingface import vision_language

@@ -10,7 +10,7 @@ import pytest
 from ckpt_tools.commands.check.launch import launch
 from ckpt_tools.commands.check.preflight import run_rule
 from ckpt_tools.errors import UsageError
-from ckpt_tools.verify.readiness.facts import Facts, Stored
+from ckpt_tools.verify.readiness.facts import Facts, Stored, checked_settings
 from ckpt_tools.verify.readiness.job import (
     PROGRAMS,
     VERSIONS,
@@ -20,7 +20,6 @@ from ckpt_tools.verify.readiness.job import (
     parse_command,
     parse_yaml,
 )
-from ckpt_tools.verify.readiness.job_settings import checked_settings
 from ckpt_tools.verify.readiness.load_rules import RULES
 from ckpt_tools.verify.readiness.megatron_args import (
     defaults_of,

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_tools.commands.check import verify_masters
+from ckpt_tools.commands.check import verify_checks
 from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.execute.proof.check_masters import MastersReport, compare_all_masters
 from ckpt_tools.formats.dcp.metadata_read import read_catalog
 from ckpt_tools.formats.storage.files import LocalFiles
-from ckpt_tools.verify.content.master_pairs import master_pairs
+from ckpt_tools.verify.content.content import master_pairs
 from ckpt_tools.verify.report import Report
 from tests.conftest import LLAMA, REPO
 from tests.damage import ITERATION, copy_of, payload_of, replace_chunk
@@ -71,7 +71,7 @@ def test_the_report_is_that_of_two_passes(
     monkeypatch.setattr("ckpt_tools.verify.content.scan._BESIDE_ELEMS", 100)
     monkeypatch.setattr("ckpt_tools.verify.content.content._PART_BYTES", 2048)
     beside = _report(root)
-    monkeypatch.setattr("ckpt_tools.verify.content.master_pairs.master_pairs", lambda _: {})
+    monkeypatch.setattr("ckpt_tools.verify.content.content.master_pairs", lambda _: {})
     assert _report(root) == beside
     assert beside.is_valid == ((not masters and not weights) or masters == weights == {5: 2.0})
 
@@ -91,7 +91,7 @@ def test_so_it_is_of_damaged_files(
             file.write(b"\x41")
     beside = _report(root)
     assert not beside.is_valid
-    monkeypatch.setattr("ckpt_tools.verify.content.master_pairs.master_pairs", lambda _: {})
+    monkeypatch.setattr("ckpt_tools.verify.content.content.master_pairs", lambda _: {})
     assert _report(root) == beside
 
 
@@ -109,7 +109,7 @@ def test_each_byte_of_a_tensor_is_read_once(tmp_path: Path, monkeypatch: pytest.
     masters = [key for key in catalog.tensors if key.startswith("optimizer.state.param.")]
     assert len(pairs) == sum(len(catalog.tensors[key].chunks) for key in masters)
     monkeypatch.setattr(LocalFiles, "read_into", counted)
-    monkeypatch.setattr(verify_masters, "compare_all_masters", partial(_without_reading, read))
+    monkeypatch.setattr(verify_checks, "compare_all_masters", partial(_without_reading, read))
     assert _report(root).is_valid
     seen = Counter(read)
     for key in (MASTER, WEIGHT):

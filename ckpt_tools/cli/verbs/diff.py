@@ -49,7 +49,8 @@ _DIFF = {
 def diff(checkpoint_1: Checkpoint, checkpoint_2: Checkpoint, **given: Any) -> None:
     """Compare two checkpoints, also of different formats, bit by bit. Exit code 1 when they differ."""
     from ckpt_tools.cli.progress import progress_bar
-    from ckpt_tools.commands.check.diff import DiffRequest, diff_checkpoints
+    from ckpt_tools.commands.check.diff import diff_checkpoints
+    from ckpt_tools.commands.check.sides import DiffRequest
     from ckpt_tools.errors import UsageError
     from ckpt_tools.verify.compare.differences import DiffOptions
 

@@ -67,7 +67,7 @@ def inspect(checkpoint: Checkpoint, **given: Any) -> None:
             render.say(f"note: --keys {render.escape(repr(pattern))} matches nothing.{hint}")
     html = given["html"]
     if html is not None:
-        from ckpt_tools.commands.look.inspect_page import inspection_html
+        from ckpt_tools.commands.look.pages import inspection_html
 
         render.write_text(html, inspection_html(found), checkpoint)
         if str(html) == "-":

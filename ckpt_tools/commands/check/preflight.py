@@ -27,7 +27,7 @@ from ckpt_tools.megatron.torch_dist.stacking import layer_counts
 from ckpt_tools.verify.checkpoint import meaning
 from ckpt_tools.verify.checkpoint.place import check_entries
 from ckpt_tools.verify.checkpoint.structure import check_files
-from ckpt_tools.verify.readiness.facts import Facts, Rule, Stored
+from ckpt_tools.verify.readiness.facts import Facts, Rule, Stored, checked_settings
 from ckpt_tools.verify.readiness.job import (
     BRIDGE,
     MAIN,
@@ -40,7 +40,6 @@ from ckpt_tools.verify.readiness.job import (
     parse_yaml,
     with_checkpoint_args,
 )
-from ckpt_tools.verify.readiness.job_settings import checked_settings
 from ckpt_tools.verify.readiness.load_rules import RULES
 from ckpt_tools.verify.report import ERROR, WARNING, Check, Finding, Report, Severity
 

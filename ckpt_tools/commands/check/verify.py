@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,8 +23,7 @@ from ckpt_tools.formats.safetensors.catalog import read_safetensors_catalog
 from ckpt_tools.formats.storage.files import AnyPath, Files, LocalFiles, path_text
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.model.catalog import Catalog, Item
-from ckpt_tools.verify.content.meter import Meter
-from ckpt_tools.verify.report import Check, Findings, Report, failed_check
+from ckpt_tools.verify.report import Check, Findings, Meter, Report, failed_check
 
 if TYPE_CHECKING:  # numpy, for who only looks at metadata
     from ckpt_tools.verify.content.content import Scanned
@@ -127,48 +126,37 @@ def _checks(
     location: Location, files: Files, options: VerifyOptions, manifest: object, meter: Meter
 ) -> list[Check]:
     try:
-        catalog = _read_catalog(location, files, options)
+        if location.kind == "safetensors":
+            catalog = read_safetensors_catalog(location.path)
+        else:
+            catalog = read_catalog(files, options.trust_pickle)
     except CorruptCheckpointError as error:
         return [failed_check("metadata", location.path, error)]
     digests = manifest is not None or options.write_manifest is not None
-    pairs = _pairs(files, catalog) if options.content and location.kind == "torch_dist" else {}
-    with _scanning(files, catalog, options, meter, pairs) as content:
-        from ckpt_tools.commands.check.verify_metadata import (
-            check_metadata,  # while workers read, who do without
-        )
+    pairs: Mapping[Item, Item] = {}
+    if options.content and location.kind == "torch_dist":
+        from ckpt_tools.execute.move.source_reader import has_stores
+        from ckpt_tools.verify.content.content import master_pairs
 
-        trust = options.trust_pickle
+        if not has_stores(files):  # what a store is asked for goes in the order of its files
+            pairs = master_pairs(catalog)
+    with _scanning(files, catalog, options, meter, pairs) as content:
+        # Imported while workers read, which do without.
+        from ckpt_tools.commands.check.verify_checks import check_metadata, masters_check
+
+        trust, threads, workers = options.trust_pickle, options.threads, options.workers
         newer = not options.every_iteration
         checks = check_metadata(location, files, catalog, trust, options.content, digests, newer, meter)
         # The model of any other layout may take reading whole buckets, which workers share.
-        compare = _masters_check(location, files, catalog, options, 1) if pairs else None
+        compare = masters_check(location, files, catalog, trust, threads, workers, 1) if pairs else None
         scanned = content()
     if scanned:
-        compare = compare or _masters_check(location, files, catalog, options, options.workers)
+        if compare is None:
+            compare = masters_check(location, files, catalog, trust, threads, workers, workers)
         checks += (*scanned.checks, *compare(scanned.rounded))
     if digests:
         checks.append(_manifest(files, catalog, options, manifest, meter, not any(c.errors for c in checks)))
     return checks
-
-
-def _masters_check(
-    location: Location, files: Files, catalog: Catalog, options: VerifyOptions, model_workers: int | None
-) -> Callable[[Set[tuple[Item, Item]]], list[Check]]:
-    """As `verify_masters.masters_check`, which is imported where masters are compared at all."""
-    if location.kind not in ("torch_dist", "dcp"):
-        return lambda _: []
-    from ckpt_tools.commands.check.verify_masters import masters_check
-
-    trust, threads, workers = options.trust_pickle, options.threads, options.workers
-    return masters_check(location, files, catalog, trust, threads, workers, model_workers)
-
-
-def _pairs(files: Files, catalog: Catalog) -> Mapping[Item, Item]:
-    """Masters that can be read beside their weights; what a store is asked for goes in the order of its files."""
-    from ckpt_tools.execute.move.source_reader import has_stores
-    from ckpt_tools.verify.content.master_pairs import master_pairs
-
-    return {} if has_stores(files) else master_pairs(catalog)
 
 
 def _scanning(
@@ -188,12 +176,6 @@ def _scanning(
         tick=meter,
         pairs=pairs,
     )
-
-
-def _read_catalog(location: Location, files: Files, options: VerifyOptions) -> Catalog:
-    if location.kind == "safetensors":
-        return read_safetensors_catalog(location.path)
-    return read_catalog(files, options.trust_pickle)
 
 
 def _read_manifest(options: VerifyOptions) -> object:

@@ -1,12 +1,10 @@
 """`inspect`, `ls`, `stats`, `print-tensor`, and checkpoints as Python objects.
 
 * `inspect`: what a checkpoint is and holds
-* `inspect_page`: its page
 * `ls`: `ls`
 * `stats`: `stats`
-* `stats_page`: its pictures
-* `strips`: layers as columns, kinds of tensors as rows
-* `pages`: what all pages and drawings share
+* `stats_page`: its pictures: heat maps of layers, histograms
+* `pages`: HTML pages, and the one of `inspect`
 * `print_tensor`: `print-tensor`
 * `read_values`: Python values as JSON values
 * `checkpoint`: `ckpt_tools.open`: a checkpoint as an object that is indexed

@@ -14,9 +14,7 @@ from math import prod
 from typing import Any, TypeVar
 
 from ckpt_tools.close_names import unmatched_lines
-from ckpt_tools.commands.check.diff import by_keys, holds_megatron
-from ckpt_tools.commands.check.diff_hf import sides_by_export
-from ckpt_tools.commands.check.spelling import under_one_spelling
+from ckpt_tools.commands.check.sides import by_export, by_keys, holds_megatron, under_one_spelling
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
 from ckpt_tools.commands.look.named_tensors import (
     KEYS,
@@ -35,8 +33,8 @@ from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.verify.compare.differences import Side
 from ckpt_tools.verify.content.measure import Place, changes, statistics
-from ckpt_tools.verify.content.meter import Meter
 from ckpt_tools.verify.content.values import Change, Statistics
+from ckpt_tools.verify.report import Meter
 
 Progress = Callable[[int, int], None]
 AnySums = TypeVar("AnySums", Statistics, Change)
@@ -261,13 +259,13 @@ def _under_one_kind_of_name(a: Opened, b: Opened, options: StatsOptions) -> tupl
     """Both by parameters, by keys, or a Megatron checkpoint as its export to the other, a Hugging Face model."""
     kinds = {a.location.kind, b.location.kind}
     if options.by == "auto" and "safetensors" in kinds and len(kinds) == 2:
-        if not (holds_megatron(a) and holds_megatron(b)):
-            (one, other), notes = under_one_spelling((by_keys(a), by_keys(b)))
-            return _named(one, tuple(notes)), _named(other, tuple(notes))
-        is_first = a.location.kind == "safetensors"
-        *sides, notes = sides_by_export(a, b) if is_first else sides_by_export(b, a)
-        model, checkpoint = (_named(side, tuple(notes), WEIGHT) for side in sides)
-        return (model, checkpoint) if is_first else (checkpoint, model)
+        if holds_megatron(a) and holds_megatron(b):
+            sides, notes = by_export(a, b)
+            role = WEIGHT
+        else:
+            sides, notes = under_one_spelling((by_keys(a), by_keys(b)))
+            role = None
+        return _named(sides[0], tuple(notes), role), _named(sides[1], tuple(notes), role)
     first, second = (named_tensors(side, options.by, options.workers) for side in (a, b))
     if first.by != second.by:
         first, second = named_tensors(a, KEYS), named_tensors(b, KEYS)
@@ -294,7 +292,7 @@ def _paired(a: NamedTensors, b: NamedTensors) -> tuple[_Side, _Side]:
     return sides
 
 
-def _named(side: Side, notes: tuple[str, ...], role: str | None = None) -> NamedTensors:
+def _named(side: Side, notes: tuple[str, ...], role: str | None) -> NamedTensors:
     tensors = (
         NamedTensor(name, part_of(name), role or tensor.role, tensor)
         for name, tensor in side.tensors.items()

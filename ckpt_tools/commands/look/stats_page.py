@@ -4,16 +4,159 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-from ckpt_tools.commands.look import strips
 from ckpt_tools.commands.look.named_tensors import NamedTensor
 from ckpt_tools.commands.look.pages import page, safe, table
 from ckpt_tools.commands.look.stats import CheckpointChange, CheckpointStatistics
-from ckpt_tools.commands.look.strips import Cell, Row, Strip
 from ckpt_tools.verify.content.values import Change, Statistics
+
+WIDTH, LEFT, RIGHT, TOP = 1200, 330, 12, 84
+ROW = 17.0
+CHAR = 6.2  # mean width of a character of the labels
+_MOST_LABEL = 50
+BAD, EMPTY = "#e00000", "#c8c8c8"
+_COLD, _MIDDLE, _WARM = (33, 102, 172), (244, 244, 244), (179, 88, 6)
+_STEPS = ((247, 244, 249), (201, 180, 216), (140, 107, 177), (77, 0, 75))
+
+
+class Cell(NamedTuple):
+    """What is drawn for a layer; `text` is its tooltip."""
+
+    colour: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A kind of tensor: its cells by column. A heading stands out."""
+
+    label: str
+    cells: Mapping[str, Cell]
+    is_heading: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """What is drawn: `columns` are layers in order, "" is what stands outside of layers."""
+
+    title: str
+    subtitle: str
+    columns: Sequence[str]
+    rows: Sequence[Row]
+    legend: Sequence[tuple[str, str]]  # colour, meaning
+    below: str = ""  # more SVG, drawn from (0, 0) on under the strip
+    below_height: float = 0.0
+
+
+def svg(strip: Strip) -> str:
+    """The strip as one SVG document."""
+    bottom = TOP + ROW * len(strip.rows)
+    step = (WIDTH - LEFT - RIGHT) / max(len(strip.columns), 1)
+    x = {column: LEFT + i * min(step, 40.0) for i, column in enumerate(strip.columns)}
+    parts = [
+        f'<text class="title" x="12" y="26">{safe(strip.title)}</text>',
+        f'<text x="12" y="46">{safe(strip.subtitle)}</text>',
+        *_column_labels(strip.columns, x, min(step, 40.0)),
+    ]
+    for number, row in enumerate(strip.rows):
+        parts += _row(row, TOP + number * ROW, x, min(step, 40.0))
+    parts += _legend(strip.legend, bottom + 22)
+    height = bottom + 40 + strip.below_height
+    if strip.below:
+        parts.append(f'<g transform="translate(0 {bottom + 40:.1f})">{strip.below}</g>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="wide" viewBox="0 0 {WIDTH} {height:.0f}" role="img" '
+        f'aria-label="{safe(strip.title)}">\n{_SVG_STYLE}\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def _row(row: Row, y: float, x: Mapping[str, float], step: float) -> list[str]:
+    label = row.label if len(row.label) <= _MOST_LABEL else f"{row.label[: _MOST_LABEL - 1]}\u2026"
+    kind = "head end" if row.is_heading else "small end"
+    parts = [
+        f'<text class="{kind}" x="{LEFT - 8}" y="{y + 12:.1f}">{safe(label)}<title>{safe(row.label)}</title></text>'
+    ]
+    width, height = max(step - (1.0 if step > 4 else 0.0), 0.5), ROW - (1 if row.is_heading else 3)
+    for column, cell in row.cells.items():
+        parts.append(
+            f'<rect fill="{cell.colour}" x="{x[column]:.2f}" y="{y:.1f}" width="{width:.2f}" '
+            f'height="{height:.1f}"><title>{safe(cell.text)}</title></rect>'
+        )
+    return parts
+
+
+def _column_labels(columns: Sequence[str], x: Mapping[str, float], step: float) -> list[str]:
+    """The number of every layer for which there is room, and the block above its first."""
+    parts: list[str] = []
+    free, seen, block_free = 0.0, set[str](), 0.0
+    for column in columns:
+        block, _, number = column.rpartition(".")
+        text = number or "\u2013"
+        at = x[column]
+        if at >= free:
+            parts.append(f'<text class="small" x="{at + 1:.1f}" y="{TOP - 6}">{safe(text)}</text>')
+            free = at + max(len(text) * CHAR + 6, step)
+        if block and block not in seen and at >= block_free:
+            parts.append(f'<text class="small" x="{at + 1:.1f}" y="{TOP - 20}">{safe(block)}</text>')
+            seen.add(block)
+            block_free = at + len(block) * CHAR + 8
+    return parts
+
+
+def _legend(entries: Sequence[tuple[str, str]], y: float) -> list[str]:
+    parts, x = [], 12.0
+    for colour, text in entries:
+        parts.append(f'<rect fill="{colour}" stroke="#888" stroke-width=".5" x="{x:.0f}" y="{y - 10:.0f}" '
+                     'width="12" height="12"/>')  # fmt: skip
+        parts.append(f'<text class="small" x="{x + 17:.0f}" y="{y:.0f}">{safe(text)}</text>')
+        x += 34 + len(text) * CHAR
+    return parts
+
+
+def about_middle(steps: float) -> str:
+    """From blue over near white to brown as `steps` goes from -1 over 0 to 1."""
+    steps = max(-1.0, min(1.0, steps))
+    return _mixed(_MIDDLE, _COLD if steps < 0 else _WARM, abs(steps))
+
+
+def growing(part: float) -> str:
+    """From near white to dark violet as `part` goes from 0 to 1."""
+    place = max(0.0, min(1.0, part)) * (len(_STEPS) - 1)
+    low = min(int(place), len(_STEPS) - 2)
+    return _mixed(_STEPS[low], _STEPS[low + 1], place - low)
+
+
+def _mixed(a: tuple[int, int, int], b: tuple[int, int, int], part: float) -> str:
+    return "#" + "".join(f"{round(x + (y - x) * part):02x}" for x, y in zip(a, b, strict=True))
+
+
+def bars(histogram: Sequence[tuple[int, int]], low: int, high: int, width: float, height: float) -> str:
+    """Elements by power of two, from `low` to `high`, as the `d` of one path; heights are in proportion."""
+    if not histogram:
+        return ""
+    most = max(count for _, count in histogram)
+    step = width / (high - low + 1)
+    return "".join(
+        f"M{(power - low) * step:.2f} {height:.1f}v-{max(height * count / most, 0.5):.2f}h{step:.2f}V{height:.1f}z"
+        for power, count in histogram
+    )
+
+
+def power(exponent: int) -> str:
+    """A power of two as people read numbers: `1e-03`, `64`."""
+    value = math.ldexp(1.0, exponent)
+    return f"{value:g}" if 0.01 <= value < 1e5 else f"{value:.0e}"
+
+
+_SVG_STYLE = (
+    "<style>text{font:13px system-ui,sans-serif;fill:#222}.title{font-size:17px;font-weight:600}"
+    ".small{font-size:11px}.head{font-size:12px;font-weight:600}.end{text-anchor:end}.bars{fill:#4269d0}</style>"
+)
+
 
 _MOST_ROWS = 2000  # of the page's table
 _LEAST_LAYERS = 3  # of a row whose middle says something
@@ -30,18 +173,18 @@ def norms_svg(found: CheckpointStatistics) -> str:
     rows = _rows([(t.named, t.found) for t in found.tensors], Statistics.empty, _norm_cells)
     roles = [(role, f.histogram()) for role, f in found.roles().items()]
     below, height = _histograms(roles)
-    return strips.svg(
+    return svg(
         Strip(
             f"{_name(found.checkpoint)}: norms",
             "one column per layer; colours tell how far a root mean square is from the middle of its row",
             _columns(t.named for t in found.tensors),
             rows,
             (
-                (strips.about_middle(-1), f"{2**_FACTOR:.0f} times smaller"),
-                (strips.about_middle(0), "as the others"),
-                (strips.about_middle(1), f"{2**_FACTOR:.0f} times larger"),
-                (strips.EMPTY, "all zeros"),
-                (strips.BAD, "NaN or Inf"),
+                (about_middle(-1), f"{2**_FACTOR:.0f} times smaller"),
+                (about_middle(0), "as the others"),
+                (about_middle(1), f"{2**_FACTOR:.0f} times larger"),
+                (EMPTY, "all zeros"),
+                (BAD, "NaN or Inf"),
             ),
             below,
             height,
@@ -79,9 +222,9 @@ def _alike(low: float, high: float) -> bool:
 def _scale_legend(low: float, high: float, unit: str) -> list[tuple[str, str]]:
     """The legend of a logarithmic scale: one entry where all changes are alike."""
     if _alike(low, high):
-        return [(strips.growing(0.5), f"{low:.2g}{unit}")]
+        return [(growing(0.5), f"{low:.2g}{unit}")]
     parts = ((0.0, low), (0.5, math.sqrt(low * high)), (1.0, high))
-    return [(strips.growing(part), f"{value:.2g}{unit}") for part, value in parts]
+    return [(growing(part), f"{value:.2g}{unit}") for part, value in parts]
 
 
 def change_svg(found: CheckpointChange, of: str = "relative") -> str:
@@ -92,16 +235,16 @@ def change_svg(found: CheckpointChange, of: str = "relative") -> str:
     unit = "" if of == "relative" else " degrees"
     low, high = scale.ends
     below, height = _warning(found.left_out())
-    return strips.svg(
+    return svg(
         Strip(
             f"{_name(found.a)} to {_name(found.b)}: {what}",
             "one column per layer; the scale is logarithmic, from the smallest to the largest of the map",
             _columns(named for named, _ in tensors),
             _rows(tensors, Change.empty, scale.cells),
             (
-                (strips.EMPTY, "no change"),
+                (EMPTY, "no change"),
                 *_scale_legend(low, high, unit),
-                (strips.BAD, "NaN or Inf, or from nothing"),
+                (BAD, "NaN or Inf, or from nothing"),
             ),
             below,
             height,
@@ -173,7 +316,7 @@ def cosine(number: float | None) -> str:
 def _warning(lines: Sequence[str]) -> tuple[str, float]:
     """Lines in the colour of what is wrong, to stand under a strip, and their height."""
     texts = (
-        f'<text x="12" y="{14 + 18 * i}" style="fill:{strips.BAD}">{safe(line)}</text>'
+        f'<text x="12" y="{14 + 18 * i}" style="fill:{BAD}">{safe(line)}</text>'
         for i, line in enumerate(lines)
     )
     return "".join(texts), 18.0 * len(lines) + 6 if lines else 0.0
@@ -229,8 +372,8 @@ def _norm_cells(sums: Mapping[str, Statistics]) -> dict[str, Cell]:
             f"{short(found.smallest)} to {short(found.largest)}, {found.zeros:,} zeros, {census.nans:,} NaN, "
             f"{census.infinities:,} Inf of {census.elements:,}"
         )
-        colour = strips.about_middle(away) if found.rms else strips.EMPTY
-        cells[layer] = Cell(strips.BAD if census.nans or census.infinities else colour, text)
+        colour = about_middle(away) if found.rms else EMPTY
+        cells[layer] = Cell(BAD if census.nans or census.infinities else colour, text)
     return cells
 
 
@@ -266,13 +409,13 @@ class _LogScale:
             wrong = (
                 f"{found.left_out:,} NaN or infinite in A or B, {found.left_out_changed:,} of them changed"
             )
-            return Cell(strips.BAD, f"{text}, {wrong}")
+            return Cell(BAD, f"{text}, {wrong}")
         if not size:
-            return Cell(strips.EMPTY, text)
+            return Cell(EMPTY, text)
         if _alike(*self.ends):
-            return Cell(strips.growing(0.5), text)
+            return Cell(growing(0.5), text)
         low, high = map(math.log, self.ends)
-        return Cell(strips.growing((math.log(size) - low) / (high - low)), text)
+        return Cell(growing((math.log(size) - low) / (high - low)), text)
 
 
 def _kinds(tensors: Iterable[tuple[NamedTensor, Statistics]]) -> dict[tuple[str, str], Statistics]:
@@ -299,14 +442,14 @@ def _histograms(roles: Sequence[tuple[str, list[tuple[int, int]]]]) -> tuple[str
     if not any(histogram for _, histogram in roles):
         return "", 0.0
     low, high = _ends(h for _, h in roles)
-    width = min(260.0, (strips.WIDTH - 24) / len(roles) - 14)
+    width = min(260.0, (WIDTH - 24) / len(roles) - 14)
     parts = ['<text x="12" y="14">how many elements are of what size (powers of two)</text>']
     for i, (role, histogram) in enumerate(roles):
         parts.append(
             f'<g transform="translate({12 + i * (width + 14):.1f} 24)"><path class="bars" '
-            f'd="{strips.bars(histogram, low, high, width, 60)}"/>'
-            f'<text class="small" y="74">{safe(strips.power(low))}</text>'
-            f'<text class="small end" x="{width:.1f}" y="74">{safe(strips.power(high))}</text>'
+            f'd="{bars(histogram, low, high, width, 60)}"/>'
+            f'<text class="small" y="74">{safe(power(low))}</text>'
+            f'<text class="small end" x="{width:.1f}" y="74">{safe(power(high))}</text>'
             f'<text class="small" y="90">{safe(role)}</text></g>'
         )
     return "".join(parts), 122.0
@@ -320,8 +463,8 @@ def _figures(kinds: Mapping[tuple[str, str], Statistics]) -> str:
     low, high = _ends(shown.values())
     figures = "".join(
         f'<figure><svg viewBox="0 0 200 56" preserveAspectRatio="none"><path class="bars" '
-        f'd="{strips.bars(histogram, low, high, 200, 56)}"/></svg><div class="axis"><span>{strips.power(low)}</span>'
-        f"<span>{strips.power(high)}</span></div><figcaption>{safe(role)}: {safe(leaf)}</figcaption></figure>"
+        f'd="{bars(histogram, low, high, 200, 56)}"/></svg><div class="axis"><span>{power(low)}</span>'
+        f"<span>{power(high)}</span></div><figcaption>{safe(role)}: {safe(leaf)}</figcaption></figure>"
         for (role, leaf), histogram in shown.items()
     )
     head = "<h2>How many elements are of what size</h2><p>Powers of two; zeros are left out.</p>"

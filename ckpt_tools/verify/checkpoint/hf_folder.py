@@ -1,17 +1,32 @@
-"""Whether a Hugging Face folder is a model: it has tensors, and the JSON files that say what they are can be read."""
+"""Whether a Hugging Face folder is a model: its JSON files can be read, and its tensors are those of config.json."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Final
 
-from ckpt_tools.errors import NEVER_FINDINGS, CkptError
+from ckpt_tools.errors import NEVER_FINDINGS, CkptError, MappingError
 from ckpt_tools.formats.safetensors.catalog import refuse_pointers
 from ckpt_tools.formats.storage.files import Files, read_whole
 from ckpt_tools.formats.untrusted_documents import parse_json
+from ckpt_tools.megatron.huggingface.families.families import FAMILIES
+from ckpt_tools.megatron.huggingface.mapping.checks import Spec, refuse_wrapped
+from ckpt_tools.megatron.huggingface.mapping.model_tensors import Expected, Superfluous, expected_by_rules
+from ckpt_tools.megatron.huggingface.quantization.quantized import dequantized
+from ckpt_tools.megatron.huggingface.vision.towers import DTYPES, TEXT, TYPE, Tower, language_tower
+from ckpt_tools.megatron.huggingface.vision.vision_language import (
+    tower_pairs,
+    vision_language,
+    vision_language_types,
+)
 from ckpt_tools.model.catalog import Catalog
-from ckpt_tools.verify.checkpoint.hf_names import CONFIG, check_hf_names
+from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.verify.report import Check, Findings
 
+CONFIG: Final = "config.json"
+_WITH_HEAD: Final = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_MLX: Final = "quantization"
 _MAX_BYTES = 256 << 20  # the largest tokenizers have some tens of megabytes
 
 
@@ -43,3 +58,128 @@ def check_hf_folder(files: Files, catalog: Catalog, names: Iterable[str]) -> lis
         elif name == CONFIG:
             config = value
     return [found.done(), *([check_hf_names(files, catalog, config)] if config and catalog.tensors else [])]
+
+
+def check_hf_names(files: Files, catalog: Catalog, config: Mapping[str, Any]) -> Check:
+    """Whether every tensor of the model is there with its shape, and none that its class does not have.
+
+    Where no rules say what the class has, a warning says that nothing was compared.
+    """
+    found, tower = Findings("names", "tensors"), None
+    try:
+        plain = dequantized(catalog, config, files)
+        config, specs = plain.config, plain.specs
+        if config.get(TYPE) in vision_language_types():
+            tower = language_tower(config, specs)
+    except NEVER_FINDINGS:
+        raise
+    except CkptError as error:
+        for line in error.told_problems:  # of tensors that contradict config.json, or their names
+            is_name = line in catalog.tensors
+            found.error(line if is_name else CONFIG, "belongs to no part of the model" if is_name else line)
+        if not error.told_problems:
+            _not_compared(found, str(error))
+        return found.done()
+    if tower is not None and not vision_language(config[TYPE]).rules:
+        count = f"{len(tower.others)} tensors of other towers than the language model"
+        found.warning(CONFIG, f"{count} were not compared: no rules are known of them")
+        specs = {name: spec for name, spec in specs.items() if name not in set(tower.others)}
+    try:
+        expected = _expected(config, specs) if tower is None else _of_towers(config, specs, tower)
+    except CkptError as error:
+        _not_compared(found, str(error))
+        return found.done()
+    _compare(found, specs, expected)
+    _compare_types(found, specs, expected, config)
+    return found.done()
+
+
+def _not_compared(found: Findings, why: str) -> None:
+    found.warning(CONFIG, f"names, shapes and types of tensors were not compared: {why}")
+
+
+def _expected(config: Mapping[str, Any], specs: Mapping[str, Spec]) -> Expected:
+    """The tensors of a language model; of a class with another head, those of the body."""
+    if _MLX in config:
+        raise MappingError(f"config.json has {_MLX!r}, an encoding that is not read")
+    expected = expected_by_rules(config, specs, may_be_bare=True)
+    named = config.get("architectures")
+    if not isinstance(named, list) or not named or str(named[0]).endswith(_WITH_HEAD):
+        return expected
+    shapes = {name: shape for name, shape in expected.shapes.items() if name != expected.head}
+    if specs.keys().isdisjoint(shapes):
+        raise MappingError(f"the rules are of another class than {named[0]}")
+    inside = {name.partition(".")[0] for name in shapes}
+
+    def superfluous(extra: Iterable[str]) -> Superfluous:
+        own = [name for name in extra if name.partition(".")[0] not in inside]
+        equal, ignored = expected.superfluous(name for name in extra if name not in own)
+        return equal, [*ignored, *own]
+
+    return replace(expected, shapes=shapes, superfluous=superfluous)
+
+
+def _of_towers(config: Mapping[str, Any], specs: Mapping[str, Spec], tower: Tower) -> Expected:
+    """The tensors of all parts of a vision-language model."""
+    named = {name: specs[own] for name, own in tower.names.items()}
+    inner = expected_by_rules(tower.config, named, tower.families(FAMILIES))
+    pairs = tower_pairs(vision_language(config[TYPE]), config, tower.config, tower.others)
+    own = {tower.name_of(name): name for name in (*inner.shapes, *named)}
+    shapes = {stored: inner.shapes[name] for stored, name in own.items() if name in inner.shapes}
+    for pair in pairs:
+        shapes |= {name: one.shape for name, one in zip(pair.hf, pair.tensors, strict=True)}
+
+    def superfluous(extra: Iterable[str]) -> Superfluous:
+        equal, ignored = inner.superfluous(own[name] for name in extra if name in own)
+        return tuple((tower.name_of(a), tower.name_of(b)) for a, b in equal), [*map(tower.name_of, ignored)]
+
+    types = {tower.name_of(name): dtype for name, dtype in inner.types.items()}
+    return Expected(shapes, inner.told_by, superfluous, types)
+
+
+def _compare(found: Findings, specs: Mapping[str, Spec], expected: Expected) -> None:
+    """What is missing, of another shape, or of no class; of wrapped names one finding."""
+    shapes = expected.shapes
+    found.looked_at = len(shapes)
+    missing = [name for name in shapes if name not in specs]
+    extra = [name for name in specs if name not in shapes and 0 not in specs[name].shape]
+    try:
+        refuse_wrapped(extra, missing)
+    except MappingError as error:
+        found.failure(CONFIG, error)
+        return
+    equal, ignored = expected.superfluous(extra)
+    extra = sorted(set(extra) - set(ignored))
+    for name in extra:
+        if specs[name].dtype not in CASTABLE and f"{name.rpartition('.')[0]}.weight" in missing:
+            why = f"{name} is {specs[name].dtype}: codes of an encoding that config.json does not name"
+            _not_compared(found, why)
+            return
+    wanted = dict(shapes) | {name: shapes[one] for one, name in equal if one in shapes}
+    for name in missing:
+        found.error(name, f"is missing; config.json asks for {list(shapes[name])}")
+    for name, shape in wanted.items():
+        if name in specs and specs[name].shape != shape:
+            found.error(name, f"has shape {list(specs[name].shape)}; config.json asks for {list(shape)}")
+    for name in extra:
+        found.error(name, "is of no module of the model that config.json describes")
+
+
+def _compare_types(
+    found: Findings, specs: Mapping[str, Spec], expected: Expected, config: Mapping[str, Any]
+) -> None:
+    """Weights of another type than config.json says: a warning, since programs cast them as they load."""
+    places = [place for place in (config, config.get(TEXT)) if isinstance(place, Mapping)]
+    said = next((str(place[key]) for place in places for key in DTYPES if place.get(key)), None)
+    others: dict[str, list[str]] = {}
+    for name in expected.shapes.keys() & specs.keys():
+        dtype = specs[name].dtype
+        if dtype not in CASTABLE:
+            found.error(name, f"is {dtype}, which no weight can be")
+        elif said in CASTABLE and dtype not in (said, expected.types.get(name)):
+            others.setdefault(dtype, []).append(name)
+    for dtype, names in others.items():
+        found.warning(
+            min(names),
+            f"{len(names)} of {len(specs)} tensors, this the first, are {dtype}; config.json says {said}",
+        )

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ckpt_tools.errors import CkptError
+from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.megatron.format import FORMATS, Weight
+from ckpt_tools.megatron.fsdp_dtensor.parameters import packed_projections
 from ckpt_tools.megatron.fsdp_dtensor.stages import LocalNumbers, local_numbers, ranges
 from ckpt_tools.megatron.keys import (
     BUFFERS,
@@ -26,6 +28,7 @@ from ckpt_tools.megatron.keys import (
 )
 from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, MTP_DISK, MTP_LIVE
 from ckpt_tools.megatron.run_state.common_state import CommonState
+from ckpt_tools.megatron.run_state.record import RECORD_FILE, read_record, stored_tp
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import model_space_states
 from ckpt_tools.megatron.torch_dist.optimizers import Expected, expected_states, mixes_lion_and_adam
 from ckpt_tools.megatron.torch_dist.stacking import layer_counts, missing_layers
@@ -292,3 +295,31 @@ def _group_name(name: str) -> str:
     for part in MLA_DOWN:
         name = name.replace(part, MLA_FUSED_DOWN)
     return name.replace(MTP_DISK, MTP_LIVE)
+
+
+def check_packing(files: Files, catalog: Catalog, common: CommonState) -> Check:
+    """Whether the record, the rng states and the rows of packed projections are those of one job."""
+    found = Findings("packing", "packed projections")
+    shapes = FORMATS["fsdp_dtensor"].weights(catalog).shapes
+    rows = {name: shape[0] if shape else 1 for name, shape in shapes.items()}
+    packed = packed_projections(rows)
+    found.looked_at = len(packed)
+    try:
+        tp = stored_tp(read_record(files), FORMATS["fsdp_dtensor"].rng_ranks(catalog), common.args)
+    except CkptError as error:
+        found.error(RECORD_FILE, str(error))
+        return found.done()
+    if tp is None:
+        for name in packed[:1]:
+            found.warning(
+                name,
+                "nothing tells for which tensor parallel size its rows are; for any other they mean other values",
+            )
+        return found.done()
+    for name in packed:
+        if rows[name] % tp.ranks:
+            found.error(
+                name,
+                f"its {rows[name]} rows are not those of {tp.ranks} tensor-parallel ranks (by {tp.source})",
+            )
+    return found.done()

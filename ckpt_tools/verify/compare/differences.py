@@ -29,7 +29,7 @@ from ckpt_tools.model.target import InlineTensor, TargetTensor
 from ckpt_tools.verify.compare.arrays import Comparison, Extremes, Tolerance, are_same_bits
 from ckpt_tools.verify.compare.objects import ValueDiff, diff_values, text_of
 from ckpt_tools.verify.compare.stored_weights import WeightsComparison, can_round, has_weights, weight_behind
-from ckpt_tools.verify.content.parts import Part, bytes_of, part_reads, parts_of
+from ckpt_tools.verify.content.measure import Part, bytes_of, part_reads, parts_of
 
 _SHARED_BYTES = 16 << 10  # of an object that is kept, as others may have the same
 

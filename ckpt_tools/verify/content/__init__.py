@@ -3,10 +3,6 @@
 * `content`: one pass over every byte
 * `scan`: the same of one stored item
 * `values`: what is not a number; sums and extremes
-* `parts`: long tensors cut for many threads
-* `measure`: sums of every tensor, by threads and processes
-* `meter`: bytes read so far
-* `master_pairs`: masters that one pass can compare with their weights
-* `manifest`: SHA-256 sums of files and tensors
-* `integrity`: Megatron's own `integrity.json`
+* `measure`: sums of every tensor, a long one in parts, by threads and processes
+* `manifest`: SHA-256 sums of files and tensors, Megatron's own `integrity.json`
 """

@@ -24,8 +24,10 @@ from ckpt_tools.formats.storage.files import Files, readable_size
 from ckpt_tools.formats.storage.prefetch import Range
 from ckpt_tools.formats.torch_archive.item_reader import whole_file
 from ckpt_tools.formats.torch_archive.tensor_template import RECORDS, UsualItem, tensor_frame, usual_item
+from ckpt_tools.megatron.keys import canonical_kind, state_key
 from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.dtypes import ITEMSIZE
+from ckpt_tools.model.roles import MASTER
 from ckpt_tools.verify.content.scan import BUFFER_BYTES, Job, Scan, changed, scan_beside, scan_job
 from ckpt_tools.verify.content.values import Census
 from ckpt_tools.verify.report import Check, Findings
@@ -245,3 +247,21 @@ def _payload_of(files: Files, item: Item, dtype: str | None, shape: tuple[int, .
         return usual_item(files, item, dtype, shape)
     except CkptError:
         return None
+
+
+def master_pairs(catalog: Catalog) -> dict[Item, Item]:
+    """The item of each fp32 master chunk whose bf16 weight has a chunk of the same place, to that chunk's item.
+
+    Names and boxes alone are looked at. Whether the two must round to each other is for the model to say.
+    """
+    pairs: dict[Item, Item] = {}
+    for key, masters in catalog.tensors.items():
+        state = state_key(key)
+        if state is None or canonical_kind(state.kind) != MASTER:
+            continue
+        weights = catalog.tensors.get(state.weight)
+        if weights is None or (masters.dtype, weights.dtype) != ("float32", "bfloat16"):
+            continue
+        items = {chunk.box: chunk.item for chunk in weights.chunks}
+        pairs |= {c.item: items[c.box] for c in masters.chunks if c.box in items}
+    return pairs

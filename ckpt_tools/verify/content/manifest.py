@@ -1,16 +1,21 @@
-"""A manifest of a checkpoint: SHA-256 of its files and, apart from how they are stored, of its tensors.
+"""A manifest of a checkpoint: SHA-256 of its files and, independent of how they are stored, of its tensors.
 
 A tensor's digest is that of its row-major little-endian bytes, so it outlives resharding and rewriting::
 
     {"schema_version": 1,
      "files": {"__0_0.distcp": {"bytes": 1024, "sha256": "..."}},
      "tensors": {"model.w": {"dtype": "float32", "shape": [8, 4], "sha256": "..."}}}
+
+And `integrity.json`, the SHA-256 of every file, as Megatron writes it with `--verify-integrity`::
+
+    {"algorithm": "sha256", "files": {"__0_0.distcp": "<hex>", ".metadata": "<hex>"}}
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -30,6 +35,9 @@ from ckpt_tools.verify.checkpoint.structure import DATA_SUFFIXES, all_items
 from ckpt_tools.verify.report import Check, Findings
 
 SCHEMA = 1
+INTEGRITY = "integrity.json"
+_MAX_INTEGRITY_BYTES = 64 << 20
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 MAX_MANIFEST_BYTES = 256 << 20  # a million tensors
 _TILE_BYTES = 4 << 20
 SMALL_FILES = (".metadata", "metadata.json", "common.pt", "run_config.yaml", "train_state.pt", RECORD_FILE)
@@ -147,3 +155,45 @@ def file_row(files: Files, name: str, tick: Tick = lambda _: None) -> dict[str, 
     except CkptError as error:
         return {"bytes": 0, "sha256": f"unreadable: {error}"}
     return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def check_integrity(files: Files, content: bool, tick: Callable[[int], None] = lambda _: None) -> Check:
+    """Whether the files are those that `integrity.json` lists and, with `content`, have the sums it gives."""
+    found = Findings("integrity", "files")
+    try:
+        sums = _read_integrity(files)
+    except ValueError as error:
+        found.error(INTEGRITY, f"it does not list SHA-256 sums ({error}); Megatron refuses to load with it")
+        return found.done()
+    for name, expected in sums.items():
+        found.looked_at += 1
+        if "/" in name or "\\" in name or name in ("", ".", "..") or "\0" in name:
+            found.error(INTEGRITY, f"it lists {name[:200]!r}, which is not the name of a file of this folder")
+        elif not files.exists(name):
+            found.error(name, f"{INTEGRITY} lists it, but it is not there")
+        elif content:
+            actual = file_row(files, name, tick)["sha256"]
+            if actual != expected:
+                found.error(name, f"its SHA-256 is {actual}, {INTEGRITY} says {expected}")
+    for name in files.list():
+        is_ours = name in SMALL_FILES or name.endswith(tuple(DATA_SUFFIXES))
+        if is_ours and name not in sums:
+            found.error(name, f"{INTEGRITY} does not list it: it came after the save, or was replaced")
+    return found.done()
+
+
+def _read_integrity(files: Files) -> dict[str, str]:
+    size = files.size(INTEGRITY)
+    if size > _MAX_INTEGRITY_BYTES:
+        raise ValueError(f"{size} bytes")
+    stored = parse_json(files.read(INTEGRITY, 0, size))
+    algorithm = stored.get("algorithm", "sha256") if isinstance(stored, dict) else None
+    if algorithm != "sha256":
+        raise ValueError(f"algorithm {algorithm!r}" if isinstance(stored, dict) else "not an object")
+    sums = stored.get("files")
+    if not isinstance(sums, dict):
+        raise ValueError("no files")
+    wrong = [n for n, v in sums.items() if not isinstance(v, str) or not _DIGEST.fullmatch(v)]
+    if wrong:
+        raise ValueError(f"the sum of {wrong[0][:200]!r}")
+    return sums

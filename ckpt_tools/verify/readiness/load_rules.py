@@ -12,8 +12,7 @@ from ckpt_tools.megatron.names import MTP_DISK, MTP_LIVE, dialect_named
 from ckpt_tools.verify.checkpoint.model_rules import MODEL_RULES
 from ckpt_tools.verify.readiness.facts import Facts, Rule, before, since
 from ckpt_tools.verify.readiness.job import BRIDGE, VERSIONS
-from ckpt_tools.verify.readiness.job_rules import JOB_RULES
-from ckpt_tools.verify.readiness.parallel_rules import PARALLEL_RULES, global_batch
+from ckpt_tools.verify.readiness.job_rules import JOB_RULES, global_batch
 from ckpt_tools.verify.report import ERROR, WARNING
 
 COMPARED_ARGS = (
@@ -210,7 +209,6 @@ RULES = (
     Rule("checkpoint-format", ERROR, _format, "Megatron-FSDP loads fsdp_dtensor checkpoints only", _to_fsdp,
          _LOADED, on_job=False),
     *JOB_RULES,
-    *PARALLEL_RULES,
     Rule("stored-arguments", ERROR, _arguments, "Megatron-LM reads those of the run before, whatever it is told",
          "run Megatron-Bridge (--target bridge), or convert a checkpoint of Megatron-LM", _LOADED, VERSIONS),
     Rule("architecture", ERROR, _architecture, "the loader compares these with the stored args and stops",

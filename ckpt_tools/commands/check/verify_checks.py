@@ -1,41 +1,46 @@
-"""`verify` without `--content`: the checks of what metadata says, and of the small files beside the tensors."""
+"""The checks of `verify`: what metadata says, the small files beside the tensors, and masters against weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ckpt_tools.commands.huggingface.folder import documents_of
-from ckpt_tools.commands.huggingface.tensors import (
-    without_frequencies,
-)
+from ckpt_tools.commands.huggingface.tensors import without_frequencies
+from ckpt_tools.commands.job.opened import Opened
+from ckpt_tools.commands.job.read_model import Wanted, master_targets, read_model
 from ckpt_tools.commands.look.ls import COMPLETE, iteration_row
 from ckpt_tools.errors import (
+    NEVER_FINDINGS,
     CkptError,
     CorruptCheckpointError,
     StorageError,
     UnsupportedCheckpointError,
     UsageError,
 )
+from ckpt_tools.execute.proof.check_masters import compare_all_masters
 from ckpt_tools.formats.locate.detect import Location
 from ckpt_tools.formats.storage.files import Files, path_in
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.formats.storage.tree import files_below
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
-from ckpt_tools.megatron.format import FORMATS
+from ckpt_tools.megatron.format import FORMATS, Weight
+from ckpt_tools.megatron.fsdp_dtensor.stages import LocalNumbers
 from ckpt_tools.megatron.run_state.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.run_state.record import RECORD_FILE, read_record
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import coalesced_buffers
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import optimizer_layout
 from ckpt_tools.megatron.torch_dist.read import stored_groups
-from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.catalog import Catalog, Item
+from ckpt_tools.model.choices import CheckpointKind
+from ckpt_tools.model.model import Model
+from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.verify.checkpoint import meaning
 from ckpt_tools.verify.checkpoint.counters import check_counters
 from ckpt_tools.verify.checkpoint.hf_folder import check_hf_folder
-from ckpt_tools.verify.checkpoint.packing import check_packing
 from ckpt_tools.verify.checkpoint.place import (
     check_entries,
     check_metadata_json,
@@ -53,9 +58,8 @@ from ckpt_tools.verify.checkpoint.structure import (
     check_shards,
     check_tiling,
 )
-from ckpt_tools.verify.content.integrity import INTEGRITY, check_integrity
-from ckpt_tools.verify.content.meter import Meter
-from ckpt_tools.verify.report import ERROR, Check, failed_check
+from ckpt_tools.verify.content.manifest import INTEGRITY, check_integrity
+from ckpt_tools.verify.report import ERROR, Check, Findings, Meter, failed_check
 
 
 def check_metadata(
@@ -94,13 +98,11 @@ def check_metadata(
         checks.append(check_plans(files, trust_pickle))
     checks.append(_with_way_out(location, check_files(files, catalog)))
     checks.append(check_frames(files, catalog, trust_pickle))
-    if location.kind == "safetensors":
-        checks += check_hf_folder(files, without_frequencies(catalog)[0], documents_of(files.list()))
     if location.has_metadata_json:
         checks.append(check_metadata_json(files))
     if has_integrity:
         checks.append(check_integrity(files, content, meter))
-    return checks + _meaning(location, files, catalog, common, trust_pickle)
+    return checks + _OF_FORMAT[location.kind](Opened(location, files, catalog, common, trust_pickle))
 
 
 def _place(location: Location, common: CommonState, names_newer: bool, trust_pickle: bool) -> Check:
@@ -138,34 +140,42 @@ def _with_way_out(location: Location, check: Check) -> Check:
     return replace(check, findings=tuple(findings))
 
 
-def _meaning(
-    location: Location, files: Files, catalog: Catalog, common: CommonState, trust_pickle: bool
-) -> list[Check]:
-    """The checks of what keys mean, for the formats whose keys have a meaning."""
-    if location.kind == "dcp":
-        return _plain_meaning(files, catalog, common, trust_pickle)
-    if location.kind not in ("torch_dist", "fsdp_dtensor"):
-        return []
-    checks = [check_entries(location, catalog, common)]
-    stages = None
-    weights, problems = FORMATS[location.kind].weights(catalog)
-    if location.kind == "fsdp_dtensor":
-        stages = meaning.stage_numbers(catalog, common)
-        checks += [meaning.check_fsdp_states(catalog, common), meaning.check_fsdp_groups(catalog)]
-        checks.append(check_packing(files, catalog, common))
-    else:
-        checks += _torch_dist_optimizer(files, catalog, common)
+def _torch_dist(opened: Opened) -> list[Check]:
+    weights, problems = FORMATS["torch_dist"].weights(opened.catalog)
+    entries = check_entries(opened.location, opened.catalog, opened.common)
+    return [entries, *_torch_dist_optimizer(opened), *_model(opened, weights, problems)]
+
+
+def _fsdp_dtensor(opened: Opened) -> list[Check]:
+    files, catalog, common = opened.files, opened.catalog, opened.common
+    stages = meaning.stage_numbers(catalog, common)
     return [
-        *checks,
-        meaning.check_layers(weights, problems, common, stages),
-        meaning.check_experts(weights, common),
-        check_settings(location.kind, weights, common),
-        check_counters(files, catalog, common, trust_pickle),
+        check_entries(opened.location, catalog, common),
+        meaning.check_fsdp_states(catalog, common),
+        meaning.check_fsdp_groups(catalog),
+        meaning.check_packing(files, catalog, common),
+        *_model(opened, FORMATS["fsdp_dtensor"].weights(catalog).found, (), stages),
     ]
 
 
-def _plain_meaning(files: Files, catalog: Catalog, common: CommonState, trust_pickle: bool) -> list[Check]:
-    """The checks of a plain state dict: its optimizers', and those of Megatron's names."""
+def _model(
+    opened: Opened,
+    weights: Sequence[Weight],
+    problems: Iterable[str],
+    stages: LocalNumbers | None = None,
+) -> list[Check]:
+    files, catalog, common = opened.files, opened.catalog, opened.common
+    return [
+        meaning.check_layers(weights, problems, common, stages),
+        meaning.check_experts(weights, common),
+        check_settings(opened.location.kind, weights, common),
+        check_counters(files, catalog, common, opened.trust_pickle),
+    ]
+
+
+def _state_dict(opened: Opened) -> list[Check]:
+    """The optimizers of a plain state dict, and what Megatron's names say."""
+    files, catalog, common, trust_pickle = opened.files, opened.catalog, opened.common, opened.trust_pickle
     found = read_state_dict(catalog)
     checks = list[Check]()
     if found.optimizers:
@@ -178,8 +188,22 @@ def _plain_meaning(files: Files, catalog: Catalog, common: CommonState, trust_pi
     return checks
 
 
-def _torch_dist_optimizer(files: Files, catalog: Catalog, common: CommonState) -> list[Check]:
-    """The checks of optimizer states and groups."""
+def _hugging_face(opened: Opened) -> list[Check]:
+    names = documents_of(opened.files.list())
+    return check_hf_folder(opened.files, without_frequencies(opened.catalog)[0], names)
+
+
+_OF_FORMAT: Mapping[CheckpointKind, Callable[[Opened], list[Check]]] = {
+    "torch_dist": _torch_dist,
+    "fsdp_dtensor": _fsdp_dtensor,
+    "dcp": _state_dict,
+    "safetensors": _hugging_face,
+}
+
+
+def _torch_dist_optimizer(opened: Opened) -> list[Check]:
+    """States and groups; one that cannot be read does not stop the other."""
+    files, catalog, common = opened.files, opened.catalog, opened.common
     layout = optimizer_layout(catalog, common)
     checks, groups, inside = list[Check](), tuple[Mapping[str, Any], ...](), set[str]()
     try:
@@ -196,3 +220,71 @@ def _torch_dist_optimizer(files: Files, catalog: Catalog, common: CommonState) -
     except CkptError as error:
         states = failed_check("states", "optimizer", error)
     return [states, *checks]
+
+
+def masters_check(
+    location: Location,
+    files: Files,
+    catalog: Catalog,
+    trust_pickle: bool,
+    threads: int,
+    workers: int | None,
+    model_workers: int | None,
+) -> Callable[[Set[tuple[Item, Item]]], list[Check]]:
+    """Read the model, and return what checks that every fp32 master rounds to its stored weight.
+
+    That is given what the scan has found (`Scanned.rounded`), and gives nothing where there cannot be any masters.
+    """
+    if location.kind not in ("torch_dist", "dcp"):
+        return lambda _: []
+    is_plain = location.kind == "dcp"
+    if is_plain and not any(one.masters for one in read_state_dict(catalog).optimizers):
+        return lambda _: []
+    wanted = Wanted("masters") if is_plain else Wanted(unknown_keys=True, workers=model_workers)
+    try:
+        common = read_common_state(files, catalog, trust_pickle)
+        model = read_model(Opened(location, files, catalog, common, trust_pickle), wanted)
+        targets = master_targets(model)
+    except NEVER_FINDINGS:
+        raise
+    except CkptError as error:
+        failed = _failed(error)
+        return lambda _: [failed]
+    return lambda rounded: [_compared(files, model, targets, threads, workers, rounded)]
+
+
+def _failed(error: CkptError) -> Check:
+    found = Findings("masters", "elements")
+    found.error("optimizer", str(error))
+    return found.done()
+
+
+def _compared(
+    files: Files,
+    model: Model,
+    targets: Sequence[TargetTensor],
+    threads: int,
+    workers: int | None,
+    rounded: Set[tuple[Item, Item]],
+) -> Check:
+    recipe = model.settings.fp8_recipe
+    try:
+        report, problems = compare_all_masters(
+            files, model.catalog, targets, threads, workers, recipe, rounded
+        )
+    except NEVER_FINDINGS:
+        raise
+    except CkptError as error:
+        return _failed(error)
+    found = Findings("masters", "elements")
+    found.looked_at = report.elements
+    if report.fp8_by_position:
+        found.warning(
+            "optimizer",
+            f"the weights of {report.fp8_by_position} masters are held in FP8, and no one scale explains every "
+            "element: proven by position only",
+        )
+    for problem in problems:
+        element, _, values = problem.partition(": ")
+        found.error(element, f"{values}: the master does not round to the weight")
+    return found.done()
