@@ -13,12 +13,11 @@ from ckpt_tools.cli.options.signature import Given, fill
 from ckpt_tools.cli.render import render
 
 if TYPE_CHECKING:
-    from ckpt_tools.commands.job.conversion import Progress
+    from ckpt_tools.commands.job.conversion import EditOptions, Progress
     from ckpt_tools.commands.job.iterations import Outcome
-    from ckpt_tools.commands.job.rewrite import Edited, EditOptions
+    from ckpt_tools.commands.job.report import ConversionReport
 
-    AnyEdited = TypeVar("AnyEdited", bound=Edited)
-    Edit: TypeAlias = Callable[[EditOptions, Progress], AnyEdited]
+    Edit: TypeAlias = Callable[[EditOptions, Progress], ConversionReport]
 
 Report = TypeVar("Report")
 
@@ -27,16 +26,16 @@ def edit(
     source: str,
     output: str,
     given: Given,
-    run: Edit[AnyEdited],
-    data: Callable[[AnyEdited], dict[str, Any]],
-    show: Callable[[AnyEdited], None],
+    run: Edit,
+    data: Callable[[ConversionReport], dict[str, Any]],
+    show: Callable[[ConversionReport], None],
 ) -> None:
     """Run a command that writes in the format of its source, on one iteration or all of them, and
     print its report.
     """
     from ckpt_tools.cli.render.progress import progress_bar
+    from ckpt_tools.commands.job.conversion import EditOptions
     from ckpt_tools.commands.job.iterations import convert_iterations
-    from ckpt_tools.commands.job.rewrite import EditOptions
 
     options = fill(EditOptions, given, iteration=None)
     with progress_bar(given["quiet"]) as progress:
@@ -52,9 +51,25 @@ def edit(
                 lambda number, tracker: run(replace(options, iteration=number, tracker=tracker), progress),
             )
     if outcomes is None:
-        render.print_report(lambda: data(done), given["as_json"], lambda: show(done))
+        finish(done, source, given, data, show)
     else:
         finish_all(outcomes, source, given, data, show, schema_version=1)
+
+
+def finish(
+    done: Report,
+    source: str,
+    given: Given,
+    data: Callable[[Report], dict[str, Any]],
+    show: Callable[[Report], None],
+) -> None:
+    """Print what was done on rank 0, and write it where `--report` says."""
+    from ckpt_tools.cli.render.progress import is_first_rank
+
+    if is_first_rank():
+        render.give_json(data(done), given["as_json"], given["report"], source)
+        if not given["as_json"]:
+            show(done)
 
 
 def finish_all(
@@ -73,7 +88,7 @@ def finish_all(
 
     if is_first_rank():
         whole = iterations.as_json(outcomes, data, schema_version)
-        render.give_json(whole, given["as_json"], given.get("report"), source)
+        render.give_json(whole, given["as_json"], given["report"], source)
         for outcome in outcomes:
             if outcome.error is not None:
                 render.complain(f"error: {outcome.name}: {outcome.error}")

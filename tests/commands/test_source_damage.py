@@ -27,8 +27,8 @@ from ckpt_tools.commands.huggingface.export_hf import export_hf
 from ckpt_tools.commands.huggingface.export_options import ExportOptions
 from ckpt_tools.commands.huggingface.import_hf import import_hf
 from ckpt_tools.commands.job import conversion
+from ckpt_tools.commands.job.conversion import EditOptions
 from ckpt_tools.commands.job.placements import Layout
-from ckpt_tools.commands.job.rewrite import EditOptions
 from ckpt_tools.errors import CorruptCheckpointError
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.formats.dcp.metadata_read import read_catalog

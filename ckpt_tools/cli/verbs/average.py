@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckpt_tools.cli.iterations import finish
 from ckpt_tools.cli.manual import page
 from ckpt_tools.cli.options import given_values as v
 from ckpt_tools.cli.options.row import option
 from ckpt_tools.cli.options.signature import fill, with_options
-from ckpt_tools.cli.options.table import READING, REWRITING
+from ckpt_tools.cli.options.table import READING, RUNNING
 from ckpt_tools.cli.render import render
 from ckpt_tools.cli.render.reports import masters_text, print_rewritten
 
@@ -37,8 +38,7 @@ _OWN = {
 
 def register(app: typer.Typer) -> None:
     """Add this module's command to `app`."""
-    names = READING | REWRITING | {"resume", "workers", "threads", "memory_bytes"}
-    app.command(**page("average"))(with_options(average, names, _OWN))
+    app.command(**page("average"))(with_options(average, READING | RUNNING, _OWN))
 
 
 def average(
@@ -54,14 +54,15 @@ def average(
 
     with progress_bar(given["quiet"]) as progress:
         done = average_checkpoints(input_dirs, output_dir, fill(AverageOptions, given), progress)
-    render.print_report(lambda: _as_json(done), given["as_json"], lambda: _print(done))
+    finish(done, done.sources[-1], given, _as_json, _print)
 
 
 def _as_json(done: Averaged) -> dict[str, object]:
     return {
         "schema_version": 2,
         "sources": done.sources,
-        **done.as_json(),
+        **done.report.edit_json(),
+        "masters": done.report.masters.as_json(),
         "weights": done.weights,
         "given_weights": done.given,
         "averaged": done.averaged,
@@ -79,7 +80,6 @@ def _print(done: Averaged) -> None:
     render.tell(
         f"averaged {len(done.averaged):,} tensors; {len(done.rounded):,} weights are their masters' mean, rounded"
     )
-    if done.masters is not None:
-        render.tell(f"masters of the last source: {masters_text(done.masters)}")
+    render.tell(f"masters of the last source: {masters_text(done.report.masters)}")
     render.tell_first([f"not averaged, taken from the last: {key}" for key in done.kept], _SHOWN)
-    print_rewritten(done)
+    print_rewritten(done.report)

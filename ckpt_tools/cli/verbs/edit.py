@@ -11,13 +11,13 @@ from ckpt_tools.cli.manual import page
 from ckpt_tools.cli.options import given_values as v
 from ckpt_tools.cli.options.row import flag, option
 from ckpt_tools.cli.options.signature import with_options
-from ckpt_tools.cli.options.table import ITERATIONS, READING, REWRITING, Checkpoint, OutputDir
+from ckpt_tools.cli.options.table import ITERATIONS, READING, RUNNING, Checkpoint, OutputDir
 from ckpt_tools.cli.render import render
 from ckpt_tools.cli.render.reports import print_rewritten
 from ckpt_tools.human import counted
 
 if TYPE_CHECKING:
-    from ckpt_tools.commands.job.rewrite import Edited
+    from ckpt_tools.commands.job.report import ConversionReport
 
 _SHOWN = 20
 _MODIFY = {
@@ -39,8 +39,8 @@ _PRINT = {
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands to `app`."""
-    app.command(**page("modify-state-dict"))(with_options(modify_state_dict, READING | REWRITING, _MODIFY))
-    app.command(**page("slice"))(with_options(slice_layers, READING | REWRITING, _SLICE))
+    app.command(**page("modify-state-dict"))(with_options(modify_state_dict, READING | RUNNING, _MODIFY))
+    app.command(**page("slice"))(with_options(slice_layers, READING | RUNNING, _SLICE))
     app.command(**page("print-tensor"))(with_options(print_tensor, READING | {"as_json"}, _PRINT))
 
 
@@ -107,15 +107,15 @@ def render_values(values: object) -> str:
     return str(values)
 
 
-def _as_json(edited: Edited) -> dict[str, object]:
+def _as_json(done: ConversionReport) -> dict[str, object]:
     return {
-        "schema_version": 1, "source": edited.source, **edited.as_json(),
-        "removed": edited.removed, "renamed": edited.renamed,
+        "schema_version": 1, "source": done.source, **done.edit_json(),
+        "removed": done.edits.removed, "renamed": done.edits.renamed,
     }  # fmt: skip
 
 
-def _print(edited: Edited) -> None:
-    lines = [f"removed {key}" for key in edited.removed]
-    lines += [f"renamed {key} -> {name}" for key, name in edited.renamed.items()]
+def _print(done: ConversionReport) -> None:
+    lines = [f"removed {key}" for key in done.edits.removed]
+    lines += [f"renamed {key} -> {name}" for key, name in done.edits.renamed.items()]
     render.tell_first(lines, _SHOWN)
-    print_rewritten(edited)
+    print_rewritten(done)

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckpt_tools.cli.iterations import finish
 from ckpt_tools.cli.manual import page
 from ckpt_tools.cli.options.signature import fill, with_options
-from ckpt_tools.cli.options.table import READING, REWRITING, OutputDir
+from ckpt_tools.cli.options.table import READING, RUNNING, OutputDir
 from ckpt_tools.cli.render import render
 from ckpt_tools.cli.render.reports import print_rewritten
 
@@ -20,8 +21,7 @@ _SHOWN = 3
 
 def register(app: typer.Typer) -> None:
     """Add this module's command to `app`."""
-    names = READING | REWRITING | {"resume", "dry_run", "workers", "threads"}
-    app.command(**page("repair"))(with_options(repair, names))
+    app.command(**page("repair"))(with_options(repair, READING | RUNNING))
 
 
 def repair(
@@ -39,23 +39,24 @@ def repair(
 
     with progress_bar(given["quiet"]) as progress:
         done = repair_checkpoint(input_dir, output_dir, fill(RepairOptions, given), progress)
-    render.print_report(lambda: _as_json(done), given["as_json"], lambda: _print(done))
+    finish(done, input_dir, given, _as_json, _print)
     raise typer.Exit(0 if done.changes else 1)
 
 
 def _as_json(done: Repaired) -> dict[str, object]:
+    report = done.report
     return {
         "schema_version": 1,
         "source": done.source,
         "output": done.output,
-        "format": done.format,
+        "format": "fsdp_dtensor",
         "changes": [
             {"cause": c.cause, "issue": c.issue, "proof": c.proof, "where": c.keys} for c in done.changes
         ],
-        "tensor_count": done.tensors,
-        "object_count": done.objects,
+        "tensor_count": 0 if report is None else report.tensors,
+        "object_count": 0 if report is None else report.objects,
         "left_out": done.left_out,
-        "written": None if done.written is None else done.written.in_short(),
+        "written": None if report is None or report.written is None else report.written.in_short(),
     }
 
 
@@ -65,13 +66,10 @@ def _print(done: Repaired) -> None:
         render.tell(f"{change.cause}{issue}: {len(change.keys):,} entries")
         render.tell_first(change.keys, _SHOWN, "  ")
         render.tell(f"  proof: {change.proof}")
-    if not done.changes:
+    if done.report is None:
         render.tell(
             f"{render.escape(done.source)}: repair knows no fault of these keys. Nothing was written. Values were "
             "not read: `verify --content` checks them"
         )
-        return
-    if done.written is None:
-        render.tell("nothing was written (--dry-run)")
-        return
-    print_rewritten(done)
+    else:
+        print_rewritten(done.report)

@@ -11,12 +11,12 @@ from ckpt_tools.cli.iterations import edit
 from ckpt_tools.cli.manual import page
 from ckpt_tools.cli.options.row import option
 from ckpt_tools.cli.options.signature import fill, with_options
-from ckpt_tools.cli.options.table import FRESH, FRESH_OPTIMIZER, ITERATIONS, READING, REWRITING, OutputDir
+from ckpt_tools.cli.options.table import FRESH, FRESH_OPTIMIZER, ITERATIONS, READING, RUNNING, OutputDir
 from ckpt_tools.cli.render import render
 from ckpt_tools.cli.render.reports import print_rewritten
 
 if TYPE_CHECKING:
-    from ckpt_tools.commands.edit.strip import Stripped
+    from ckpt_tools.commands.job.report import ConversionReport
 
 
 _OWN = {
@@ -37,7 +37,7 @@ def register(app: typer.Typer) -> None:
     app.command(**page("strip"))(
         with_options(
             strip,
-            READING | REWRITING | FRESH_OPTIMIZER | {"resume", "workers", "threads", "check_masters"},
+            READING | RUNNING | FRESH_OPTIMIZER | {"check_masters"},
             _OWN,
         )
     )
@@ -63,34 +63,36 @@ def strip(
         lambda options, progress: strip_checkpoint(
             input_dir, output_dir, given["dtype"], options, progress, fresh, given["check_masters"]
         ),
-        _as_json,
-        _print,
+        lambda done: _as_json(done, given["dtype"]),
+        lambda done: _print(done, given["dtype"]),
     )
 
 
-def _as_json(done: Stripped) -> dict[str, object]:
+def _as_json(done: ConversionReport, dtype: str | None) -> dict[str, object]:
     return {
         "schema_version": 1,
         "source": done.source,
-        **done.as_json(),
-        "removed": done.removed,
-        "dtype": done.dtype,
-        "cast": done.cast,
+        **done.edit_json(),
+        "masters": done.masters.as_json(),
+        "removed": done.edits.removed,
+        "dtype": dtype,
+        "cast": done.edits.cast,
         "notes": done.notes,
-        "rounded_elements": done.written.rounded_elements,
+        "rounded_elements": 0 if done.written is None else done.written.rounded_elements,
     }
 
 
-def _print(done: Stripped) -> None:
-    if done.removed or not done.notes:
+def _print(done: ConversionReport, dtype: str | None) -> None:
+    edits = done.edits
+    if edits.removed or not done.notes:
         render.tell(
-            f"left out {len(done.removed):,} keys and entries of optimizer, scheduler and random number states"
+            f"left out {len(edits.removed):,} keys and entries of optimizer, scheduler and random number states"
         )
-    if done.cast:
-        render.tell(
-            f"cast {len(done.cast):,} tensors to {done.dtype}, which rounded "
-            f"{done.written.rounded_elements:,} elements"
+    if edits.cast:
+        rounded = (
+            "" if done.written is None else f", which rounded {done.written.rounded_elements:,} elements"
         )
+        render.tell(f"cast {len(edits.cast):,} tensors to {dtype}{rounded}")
     print_rewritten(done)
     for note in done.notes:
         render.tell(f"note: {render.escape(note)}")

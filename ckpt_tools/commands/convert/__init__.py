@@ -9,7 +9,6 @@
 * `plan`: `plan`
 * `picture`: its pictures
 * `group_map`: `build-param-group-map`
-* `warm_start`: what a job begins with that has an optimizer and has not begun
+* `fresh_optimizer`: `--fresh-optimizer` of all commands, and `strip --fresh-optimizer`
 * `version_2`: the names of Megatron-FSDP v2
-* `restart`: `strip --fresh-optimizer`
 """

@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal
 
+from ckpt_tools.commands.convert.fresh_optimizer import begun_at, weights_for_masters, with_run_state
 from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.version_2 import VERSION_1, VERSION_2, for_version_1, for_version_2
-from ckpt_tools.commands.convert.warm_start import begun_at, weights_for_masters, with_run_state
 from ckpt_tools.commands.job.conversion import (
     Conversion,
     CutRows,

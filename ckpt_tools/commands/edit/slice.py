@@ -7,14 +7,16 @@ out as `fully_reshardable`: a part of a bucket is not a bucket.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools.commands.edit.slice_plain import PlainCut, plain_cut, renamer
-from ckpt_tools.commands.job.opened import Opened, open_checkpoint
+from ckpt_tools.commands.job.conversion import Conversion, EditOptions, Progress
+from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.read_model import shared_by
-from ckpt_tools.commands.job.rewrite import Edited, EditOptions, rewrite
+from ckpt_tools.commands.job.report import ConversionReport, Edits
+from ckpt_tools.commands.job.rewrite import edit, rewrite
 from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.pickle.unpickle import StandIn
 from ckpt_tools.formats.storage.files import AnyPath, path_text, read_whole
@@ -112,8 +114,8 @@ def slice_layers(
     layers: str,
     block: str | None = None,
     options: EditOptions | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Edited:
+    progress: Progress | None = None,
+) -> ConversionReport:
     """Write layers `start:stop` of the checkpoint at `source` to `output`.
 
     `block` is the module that holds the layers; None for `decoder.layers.`, or the only one there is.
@@ -124,34 +126,36 @@ def slice_layers(
         MappingError: states are numbered, and nothing tells which parameters they are of.
         Otherwise the errors of opening, planning and writing.
     """
-    source, output = path_text(source), path_text(output)
-    options = options or EditOptions()
-    with open_checkpoint(source, options.iteration, options.trust_pickle, of_run=True) as opened:
-        kind = opened.location.kind
-        if kind == "safetensors":
-            raise UnsupportedCheckpointError(
-                f"{opened.location.path} is a Hugging Face model; only torch distributed checkpoints are sliced"
-            )
-        cut = choose_cut(opened, layers, block)
-        tensors, changed, catalog = _parts(opened, cut, options.write.workers)
-        objects, blobs = _objects(opened, cut, changed)
-        target = Target(tuple(tensors), objects=tuple(objects))
-        report = rewrite(
-            source, opened, output, target, blobs, options,
-            catalog=catalog, companions=_companions(opened, cut, changed), progress=progress,
-        )  # fmt: skip
-    keys = [*opened.catalog.tensors, *opened.catalog.objects]
-    renamed = {key: cut.key(key) for key in keys}
-    return Edited(
-        source=source,
-        output=output,
-        source_format=opened.location.kind,
-        tensors=len(target.tensors),
-        objects=len(target.objects),
+    chosen = options or EditOptions()
+    return edit(
+        path_text(source),
+        path_text(output),
+        lambda opened: _plan(opened, layers, block, chosen.write.workers),
+        chosen,
+        progress,
+    )
+
+
+def _plan(opened: Opened, layers: str, block: str | None, workers: int | None) -> Conversion:
+    if opened.location.kind == "safetensors":
+        raise UnsupportedCheckpointError(
+            f"{opened.location.path} is a Hugging Face model; only torch distributed checkpoints are sliced"
+        )
+    cut = choose_cut(opened, layers, block)
+    tensors, changed, catalog = _parts(opened, cut, workers)
+    objects, archives = _objects(opened, cut, changed)
+    renamed = {key: cut.key(key) for key in (*opened.catalog.tensors, *opened.catalog.objects)}
+    edits = Edits(
         removed=tuple(key for key, name in renamed.items() if name is None),
         renamed={key: name for key, name in renamed.items() if name not in (None, key)},
-        written=report,
-        left_out=opened.location.left_out,
+    )
+    return rewrite(
+        opened,
+        Target(tuple(tensors), objects=tuple(objects)),
+        archives,
+        edits,
+        catalog=catalog,
+        companions=_companions(opened, cut, changed),
     )
 
 

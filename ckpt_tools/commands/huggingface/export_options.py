@@ -16,6 +16,7 @@ from ckpt_tools.model.choices import CheckLevel, Quantization, TowerName
 class ExportOptions(SourceOptions):
     """What a user may decide about an export; the defaults let the checkpoint decide."""
 
+    ignore_keys: tuple[str, ...] = ()
     hf_config: str | None = None  # directory of the original Hugging Face model
     rules: Path | None = None  # a rule file
     dtype: str | None = None

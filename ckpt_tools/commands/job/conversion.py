@@ -17,7 +17,7 @@ from typing import Generic, NamedTuple, TypeVar
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
 from ckpt_tools.commands.job.outputs import choose_output
 from ckpt_tools.commands.job.placements import Layout, LiveModel, lay_out, place_model
-from ckpt_tools.commands.job.report import ConversionReport, Masters, MastersUse
+from ckpt_tools.commands.job.report import ConversionReport, Edits, Masters, MastersUse
 from ckpt_tools.commands.job.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, VerificationError
 from ckpt_tools.execute.move.read_box import read_box
@@ -64,14 +64,22 @@ class SourceOptions(RunOptions):
     """And which Megatron checkpoint is read, and how."""
 
     iteration: int | None = None
-    ignore_keys: tuple[str, ...] = ()
     trust_pickle: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MegatronOptions(SourceOptions):
-    """And how a Megatron checkpoint is published."""
+class EditOptions(SourceOptions):
+    """And how an edited copy is published."""
 
+    tracker: bool = True  # as of `MegatronOptions`
+    dry_run: bool = False  # find and prove everything, write nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronOptions(SourceOptions):
+    """And what of a Megatron checkpoint is converted, and how the output is published."""
+
+    ignore_keys: tuple[str, ...] = ()
     tracker: bool = True  # the output's root is to name this iteration as its latest
 
 
@@ -109,6 +117,7 @@ class Conversion:
     model: Callable[[], LiveModel] | None = None  # that a job's placement is asked of; before there is a plan
     archives: Callable[[], Iterable[tuple[str, bytes]]] | None = None  # of the target's objects, likewise
     keep_order: bool = False  # the target's, in the metadata: an optimizer may number parameters by it
+    edits: Edits | None = None  # of a command that writes what it reads, but for these
 
     def live_model(self) -> LiveModel:
         """The model as the job that loads it has it."""
@@ -160,7 +169,9 @@ def open_source(source: str, options: SourceOptions) -> Opened:
     return open_checkpoint(source, options.iteration, options.trust_pickle, of_run=True)
 
 
-def like_to_like(source: str, location: Location, output: str, options: MegatronOptions) -> Output:
+def like_to_like(
+    source: str, location: Location, output: str, options: MegatronOptions | EditOptions
+) -> Output:
     """See `choose_output`."""
     return choose_output(source, location, output, options.overwrite, options.resume, options.tracker)
 
@@ -179,31 +190,42 @@ def convert(
         UnsupportedCheckpointError: a Hugging Face model, which `import-hf` takes.
         CorruptCheckpointError: facts of the source contradict each other, since payloads are damaged.
     """
-    ranks = connect()
     with writer.open(source, options) as opened:
         if opened.location.kind == "safetensors" and writer.imported_as is not None:
             words = shlex.join(["import-hf", source, output, "--to", writer.imported_as])
             raise UnsupportedCheckpointError(
                 f"{opened.location.path} is a Hugging Face model. `{words}` makes a Megatron checkpoint of it"
             )
-        place = writer.place(source, opened.location, output, options)
-        conversion = _plan(writer, opened, options, ranks)
-        told = _contradictions(opened, conversion)
-        prove_zeros(opened, conversion)
-        nbytes = _plan_of(conversion).bytes_to_write
-        with shared_out(nbytes, options.write, ranks, place.directory) as (ranks, write):
-            rehearse(_plan_of(conversion), opened.files, _complete(place, conversion), write, ranks)
-            conversion, masters = with_proven_masters(opened, conversion, write, ranks)
-            written = None
-            if not dry_run:
-                plan, place = _plan_of(conversion), _complete(place, conversion)
-                written_too = (
-                    conversion.target.tensors if conversion.to != "hf" else ()
-                )  # which keeps no masters
-                kept = kept_exactly(written_too, conversion.catalog)
-                written = write_checkpoint(
-                    plan, opened.files, place, write, ranks=ranks, progress=progress, kept=kept
-                )
+        return carry_out(source, opened, output, writer, options, progress, dry_run)
+
+
+def carry_out(
+    source: str,
+    opened: Opened,
+    output: str,
+    writer: Writer[AnyOptions],
+    options: AnyOptions,
+    progress: Progress | None = None,
+    dry_run: bool = False,
+) -> ConversionReport:
+    """As `convert`, of a checkpoint that is open already."""
+    ranks = connect()
+    place = writer.place(source, opened.location, output, options)
+    conversion = _plan(writer, opened, options, ranks)
+    told = _contradictions(opened, conversion)
+    prove_zeros(opened, conversion)
+    nbytes = _plan_of(conversion).bytes_to_write
+    with shared_out(nbytes, options.write, ranks, place.directory) as (ranks, write):
+        rehearse(_plan_of(conversion), opened.files, _complete(place, conversion), write, ranks)
+        conversion, masters = with_proven_masters(opened, conversion, write, ranks)
+        written = None
+        if not dry_run:
+            plan, place = _plan_of(conversion), _complete(place, conversion)
+            written_too = conversion.target.tensors if conversion.to != "hf" else ()  # which keeps no masters
+            kept = kept_exactly(written_too, conversion.catalog)
+            written = write_checkpoint(
+                plan, opened.files, place, write, ranks=ranks, progress=progress, kept=kept
+            )
     return _report(source, output, opened.location, conversion, masters, written, told)
 
 
@@ -213,7 +235,7 @@ def _contradictions(opened: Opened, conversion: Conversion) -> tuple[str, ...]:
     What does rest on a setting was refused by who decided. An export asks them all for itself.
     """
     kind = opened.location.kind
-    if kind not in ("torch_dist", "fsdp_dtensor") or conversion.to == "hf":
+    if kind not in ("torch_dist", "fsdp_dtensor") or conversion.to == "hf" or conversion.edits is not None:
         return ()
     from ckpt_tools.verify.checkpoint import meaning
     from ckpt_tools.verify.checkpoint.counters import check_counters
@@ -276,9 +298,8 @@ def with_proven_masters(
         return conversion, _prove_masters(opened, conversion, options, ranks)
     except (VerificationError, UnsupportedCheckpointError) as error:
         if isinstance(error, UnsupportedCheckpointError) and conversion.masters == "left_out":
-            return conversion, Masters(
-                "left_out"
-            )  # lower halves of masters, which say nothing of the weights
+            # Lower halves of masters, which say nothing of the weights.
+            return with_note(conversion, not_compared(str(error))), Masters("left_out")
         if conversion.without_masters is None:
             raise
         first, second, *_ = [*str(error).splitlines(), ""]
@@ -287,6 +308,17 @@ def with_proven_masters(
         return conversion.without_masters(
             f"the stored weights are written, not the masters: {reason}"
         ), Masters("left_out")
+
+
+def not_compared(why: str) -> str:
+    """The note on stored weights whose masters are left out and cannot be asked."""
+    return f"the weights were not compared with their masters: {why.splitlines()[0].rstrip(':')}"
+
+
+def with_note(conversion: Conversion, note: str) -> Conversion:
+    """The conversion with one more note in its report."""
+    target = conversion.target
+    return replace(conversion, target=replace(target, notes=(*target.notes, note)))
 
 
 def _prove_masters(opened: Opened, conversion: Conversion, options: WriteOptions, ranks: Ranks) -> Masters:
@@ -370,6 +402,7 @@ def _report(
         job=None if conversion.job is None else conversion.job.as_json(),
         written=written,
         plan=plan_summary(_plan_of(conversion)),
+        edits=conversion.edits or Edits(),
     )
 
 
