@@ -77,7 +77,7 @@ def averaged(fixture: str, place: int) -> Command:
     def average(source: str, output: str, write: WriteOptions) -> Any:
         sources = [str(fixture_dir(fixture))] * 2
         sources[place] = source
-        return average_checkpoints(sources, output, AverageOptions(write=write))
+        return average_checkpoints(sources, output, AverageOptions(write=write)).report
 
     return average
 

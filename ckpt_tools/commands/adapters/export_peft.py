@@ -47,12 +47,12 @@ def plan_peft(opened: Opened, options: ExportOptions) -> Conversion:
     )
     text = json.dumps(dict(made.config), indent=2, ensure_ascii=False) + "\n"
     return Conversion(
-        "hf",
-        "peft",
-        opened.location.iteration,
-        opened.catalog,
-        Target(made.tensors, notes=(source.summary, *made.notes)),
-        build_safetensors_plan(opened.catalog, [WeightFile(ADAPTER_WEIGHTS, made.tensors)], {}),
+        to="hf",
+        loader="peft",
+        iteration=opened.location.iteration,
+        catalog=opened.catalog,
+        target=Target(made.tensors, notes=(source.summary, *made.notes)),
+        plan=build_safetensors_plan(opened.catalog, [WeightFile(ADAPTER_WEIGHTS, made.tensors)], {}),
         extra_files={ADAPTER_CONFIG: text.encode()},
         architecture=family.architecture,
     )

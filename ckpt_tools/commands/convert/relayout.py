@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ckpt_tools.commands.job.conversion import Conversion
+from ckpt_tools.commands.job.conversion import Prepared
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.outputs import read_bridge_files, trackers_of, with_record
 from ckpt_tools.commands.job.placements import Layout, source_model
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ckpt_tools.commands.convert.options import ConvertOptions
 
 
-def prepare_relayout(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversion:
+def prepare_relayout(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared:
     """The `fsdp_dtensor` checkpoint for a job of `layout`: keys that nobody knows go along, byte for byte."""
     refuse_changes(opened.location, options)
     common = opened.common
@@ -52,10 +52,9 @@ def prepare_relayout(opened: Opened, options: ConvertOptions, layout: Layout) ->
     rows = vocabulary(((t.name, t.shape) for t in source.tensors), args, old.tokens)
     has_experts = any(".experts." in tensor.name for tensor in source.tensors)
     record, small = sized(old, tp, layout, has_experts), read_bridge_files(opened.files)
-    return Conversion(
+    return Prepared(
         to="fsdp_dtensor",
         loader=old.target,
-        iteration=None,
         catalog=source.catalog,
         target=built.target,
         extra_files=with_record(small, record),
@@ -63,7 +62,7 @@ def prepare_relayout(opened: Opened, options: ConvertOptions, layout: Layout) ->
         job=TargetJob(record, packed, rows),
         masters="as_stored" if source.has_optimizer else "none",
         optimizer_layout="fsdp_dtensor" if source.has_optimizer else None,
-        model=lambda: source_model(source, _style(common, options)),
+        live_model=lambda: source_model(source, _style(common, options)),
         archives=lambda: stored_archives(opened.files, built),
     )
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ckpt_tools.commands.job.conversion import Conversion
+from ckpt_tools.commands.job.conversion import Prepared
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.outputs import with_record
 from ckpt_tools.commands.job.placements import Layout, LiveModel
@@ -59,7 +59,7 @@ class _Plain:
     live: tuple[LiveTensor, ...]
 
 
-def prepare_plain(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversion:
+def prepare_plain(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared:
     """The state dict for a job of `layout`: every key as it is, whoever the model is."""
     _refuse_changes(opened.location, options, layout)
     catalog, left_out = leave_out(opened.catalog, options.ignore_keys)
@@ -71,10 +71,9 @@ def prepare_plain(opened: Opened, options: ConvertOptions, layout: Layout) -> Co
     )
     must_round = [tensor for tensor in plain.tensors if tensor.must_round_to]
     record = replace(read_record(opened.files) or TargetRecord(), format="dcp")
-    return Conversion(
+    return Prepared(
         to="dcp",
         loader=None,
-        iteration=None,
         catalog=catalog,
         target=Target(plain.tensors, objects=objects, dropped=left_out),
         extra_files=with_record({}, record),
@@ -83,12 +82,12 @@ def prepare_plain(opened: Opened, options: ConvertOptions, layout: Layout) -> Co
         must_round=must_round,
         optimizer_layout=None if found.layout == "none" else found.layout,
         keep_order=True,
-        model=lambda: LiveModel(plain.live, local_spec=False),
+        live_model=lambda: LiveModel(plain.live, local_spec=False),
         archives=lambda: ((key, read_archive(opened.files, o.item)) for key, o in catalog.objects.items()),
     )
 
 
-def prepare_hf(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversion:
+def prepare_hf(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared:
     """The weights of a Hugging Face model under its own names, as ``{"model": model.state_dict()}`` has them."""
     _refuse_changes(opened.location, options, layout)
     catalog, left_out = leave_out(opened.catalog, options.ignore_keys)
@@ -99,15 +98,14 @@ def prepare_hf(opened: Opened, options: ConvertOptions, layout: Layout) -> Conve
         live.append(LiveTensor(key, entry.shape, entry.dtype, buffer=not entry.shape or not entry.numel))
     note = "weights under the names of their safetensors; config.json and tokenizer stay where they are"
     record = TargetRecord(format="dcp")
-    return Conversion(
+    return Prepared(
         to="dcp",
         loader=LOADER,
-        iteration=None,
         catalog=catalog,
         target=Target(tuple(tensors), dropped=left_out, notes=(note,)),
         extra_files=with_record({}, record),
         job=TargetJob(record),
-        model=lambda: LiveModel(tuple(live), local_spec=False),
+        live_model=lambda: LiveModel(tuple(live), local_spec=False),
         archives=lambda: (),
     )
 

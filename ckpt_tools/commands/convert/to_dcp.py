@@ -11,6 +11,7 @@ from ckpt_tools.commands.huggingface.hf_parts import CONFIG, architecture_of, re
 from ckpt_tools.commands.job.conversion import (
     Conversion,
     MegatronOptions,
+    Prepared,
     Progress,
     Writer,
     convert,
@@ -64,7 +65,7 @@ def _architecture(opened: Opened) -> str | None:
     return architecture_of(read_config(opened.location.path))
 
 
-def prepare_dcp(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversion:
+def prepare_dcp(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared:
     """The checkpoint as the plain state dict that a job of `layout` loads.
 
     Raises the errors of `convert_to_dcp` up to its plan.

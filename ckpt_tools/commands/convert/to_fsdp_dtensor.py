@@ -14,6 +14,7 @@ from ckpt_tools.commands.convert.version_2 import VERSION_1, VERSION_2, for_vers
 from ckpt_tools.commands.job.conversion import (
     Conversion,
     CutRows,
+    Prepared,
     Progress,
     Writer,
     convert,
@@ -95,7 +96,7 @@ def stays_plain(opened: Opened, options: ConvertOptions) -> bool:
     return not is_megatron(read_state_dict(opened.catalog))
 
 
-def prepare_output(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversion:
+def prepare_output(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared:
     """As `prepare`, under the names that the version of Megatron-FSDP has whose layout is asked for."""
     prepared = prepare(opened, options, layout)
     if prepared.to == "dcp":
@@ -105,7 +106,7 @@ def prepare_output(opened: Opened, options: ConvertOptions, layout: Layout) -> C
     return for_version_2(prepared, opened.common, layout) if layout.name == VERSION_2 else prepared
 
 
-def prepare(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversion:
+def prepare(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared:
     """The checkpoint as the `fsdp_dtensor` checkpoint that a job of `layout` loads.
 
     Raises the errors of `convert_to_fsdp_dtensor` up to its plan.
@@ -142,7 +143,7 @@ def prepare_model(
     options: TargetOptions,
     layout: Layout,
     to: Literal["fsdp_dtensor", "dcp"] = "fsdp_dtensor",
-) -> Conversion:
+) -> Prepared:
     """The model as a job of `layout` loads it; `files` are those of its source."""
     as_read, asked = model, options
     check_fresh(options)
@@ -165,14 +166,13 @@ def prepare_model(
     in_place = any(MASTER in p.values and WEIGHT not in p.values for p in as_read.parameters)
     left_out = MASTER in as_read.roles or as_read.unread  # a fresh optimizer's are not the source's
 
-    def without_masters(note: str) -> Conversion:
+    def without_masters(note: str) -> Prepared:
         without = weights_for_masters if asked.fresh_optimizer else without_optimizer
         return prepare_model(without(as_read, note), files, asked, layout, to)
 
-    return Conversion(
+    return Prepared(
         to=to,
         loader=built.dialect.name,
-        iteration=None,
         catalog=model.catalog,
         target=built.target,
         extra_files=with_record(small, job.record),
@@ -186,26 +186,19 @@ def prepare_model(
         fp8_recipe=model.settings.fp8_recipe,
         must_be_zero=tuple(_cut_rows(built.vocab)),
         without_masters=without_masters if asked.weights_only else None,
-        model=lambda: target_model(built, model.common),
+        live_model=lambda: target_model(built, model.common),
         archives=partial(_archives, built.target.objects, built.archives, files),
     )
 
 
-def planned(opened: Opened, prepared: Conversion, options: ConvertOptions, layout: Layout) -> Conversion:
+def planned(opened: Opened, prepared: Prepared, options: ConvertOptions, layout: Layout) -> Conversion:
     """The conversion for the ranks of `layout`."""
-
-    def without_masters(note: str) -> Conversion:
-        assert prepared.without_masters is not None
-        return planned(opened, prepared.without_masters(note), options, layout)
-
-    return replace(
-        prepared,
+    again = prepared.without_masters
+    return prepared.planned(
+        layout,
         iteration=begun_at(opened.location, options.target).iteration,
-        plan=prepared.lay_out(layout),
         check_masters=options.check_masters,
-        without_masters=None if prepared.without_masters is None else without_masters,
-        model=None,  # it is large, and not asked again
-        archives=None,
+        without_masters=None if again is None else lambda note: planned(opened, again(note), options, layout),
     )
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import shlex
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from itertools import chain
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
 from ckpt_tools.commands.job.outputs import choose_output
@@ -43,7 +43,6 @@ from ckpt_tools.model.choices import CheckLevel, Format, MegatronFormat
 from ckpt_tools.model.target import Target, TargetTensor, kept_exactly
 from ckpt_tools.model.transfers import Plan, plan_summary
 from ckpt_tools.model.without_gc import without_gc
-from ckpt_tools.sharding.placement import Placement
 from ckpt_tools.sharding.topology import Topology
 
 Progress = Callable[[int, int], None]
@@ -90,65 +89,58 @@ class CutRows(NamedTuple):
     box: Box
 
 
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """What is written, what of, what must be proven first, and what is said of it: what every command starts from."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What is written and what of, what must be proven first, and what is said of it."""
 
     to: Format
     loader: str | None  # None: whoever loads the source
-    iteration: int | None
     catalog: Catalog  # the source's, with tensors added that stand inside its objects
     target: Target
-    plan: Plan | None = None  # None: it is not said yet who holds which pieces
     extra_files: Mapping[str, bytes] = field(default_factory=dict)  # beside the tensors
     beside: Mapping[str, bytes] = field(default_factory=dict)  # in the run's root, where the output has one
     job: TargetJob | None = None
-    architecture: str | None = None
     optimizer_layout: str | None = None  # of the source
     weights_only: bool = False  # what the source says of its optimizer and schedule is not carried
     groups: Mapping[int, int] = field(default_factory=dict)
     masters: MastersUse = "none"
     must_round: Sequence[TargetTensor] = ()  # masters, with the stored weights that they must round to
-    check_masters: CheckLevel = "sample"
     fp8_recipe: str | None = None  # of a source with weights held in FP8 (`ModelSettings.fp8_recipe`)
-    advice: str | None = None  # what else can be done when masters do not round
     must_be_zero: Sequence[CutRows] = ()
-    without_masters: Callable[[str], Conversion] | None = None  # for masters that do not; takes a note why
-    model: Callable[[], LiveModel] | None = None  # that a job's placement is asked of; before there is a plan
-    archives: Callable[[], Iterable[tuple[str, bytes]]] | None = None  # of the target's objects, likewise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared(Contents):
+    """A conversion of which it is not said yet who holds which pieces."""
+
+    live_model: Callable[[], LiveModel]  # as the job that loads it has it; a job's placement is asked of it
+    archives: Callable[[], Iterable[tuple[str, bytes]]]  # of the target's objects
     keep_order: bool = False  # the target's, in the metadata: an optimizer may number parameters by it
-    edits: Edits | None = None  # of a command that writes what it reads, but for these
+    without_masters: Callable[[str], Prepared] | None = None  # as of `Conversion`
 
-    def live_model(self) -> LiveModel:
-        """The model as the job that loads it has it."""
-        assert self.model is not None  # a format that a job's placement cuts gives one
-        return self.model()
-
-    def lay_out(self, layout: Layout, only: int | None = None, core: Placement | None = None) -> Plan:
-        """The plan for the ranks of `layout`, or the file of one rank alone (see `placements.lay_out`).
-
-        `core` is the placement that the layout gives, where it is known already.
-        """
-        if layout.topology is None:
-            self._refuse_impossible_tp()
-        archives = self.archives() if self.archives is not None and only in (None, 0) else ()
-        if core is None and layout.name != "even":
-            core = place_model(self.live_model(), layout)
-        return lay_out(self.catalog, self.target, core, archives, layout, only, self.keep_order)
-
-    def _refuse_impossible_tp(self) -> None:
-        """`--tp` without the job's other sizes is what the output says that it is for: such a job must
-        be able to be.
-        """
-        tp = self.job.record.tp if self.job is not None else None
-        if (
-            self.to == "fsdp_dtensor"
-            and self.model is not None
-            and tp
-            and tp.source == "--tp"
-            and tp.ranks > 1
-        ):
+    def planned(self, layout: Layout, **more: Any) -> Conversion:
+        """The conversion for the ranks of `layout`; `more` are fields that `Contents` has not."""
+        tp = self.job.record.tp if self.job is not None and layout.topology is None else None
+        if self.to == "fsdp_dtensor" and tp is not None and tp.source == "--tp" and tp.ranks > 1:
+            # Without the job's other sizes it is what the output says that it is for: such a job must be able to be.
             place_model(self.live_model(), Layout("mfsdp-v1", Topology(tp=tp.ranks, etp=1)))
+        core = None if layout.name == "even" else place_model(self.live_model(), layout)
+        plan = lay_out(self.catalog, self.target, core, self.archives(), layout, keep_order=self.keep_order)
+        contents = {one.name: getattr(self, one.name) for one in fields(Contents)}
+        return Conversion(**contents, plan=plan, **more)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion(Contents):
+    """What every command that writes starts from."""
+
+    plan: Plan
+    iteration: int | None
+    architecture: str | None = None
+    check_masters: CheckLevel = "sample"
+    advice: str | None = None  # what else can be done when masters do not round
+    without_masters: Callable[[str], Conversion] | None = None  # for masters that do not; takes a note why
+    edits: Edits | None = None  # of a command that writes what it reads, but for these
 
 
 AnyOptions = TypeVar("AnyOptions", bound=RunOptions)
@@ -214,13 +206,13 @@ def carry_out(
     conversion = _plan(writer, opened, options, ranks)
     told = _contradictions(opened, conversion)
     prove_zeros(opened, conversion)
-    nbytes = _plan_of(conversion).bytes_to_write
+    nbytes = conversion.plan.bytes_to_write
     with shared_out(nbytes, options.write, ranks, place.directory) as (ranks, write):
-        rehearse(_plan_of(conversion), opened.files, _complete(place, conversion), write, ranks)
+        rehearse(conversion.plan, opened.files, _complete(place, conversion), write, ranks)
         conversion, masters = with_proven_masters(opened, conversion, write, ranks)
         written = None
         if not dry_run:
-            plan, place = _plan_of(conversion), _complete(place, conversion)
+            plan, place = conversion.plan, _complete(place, conversion)
             written_too = conversion.target.tensors if conversion.to != "hf" else ()  # which keeps no masters
             kept = kept_exactly(written_too, conversion.catalog)
             written = write_checkpoint(
@@ -266,11 +258,6 @@ def _plan(writer: Writer[AnyOptions], opened: Opened, options: AnyOptions, ranks
             threads = options.write.threads
             ranks.together(lambda: prove_payloads(opened.files, opened.catalog, share, threads))
         raise
-
-
-def _plan_of(conversion: Conversion) -> Plan:
-    assert conversion.plan is not None  # a writer says who holds which pieces
-    return conversion.plan
 
 
 def _complete(place: Output, conversion: Conversion) -> Output:
@@ -401,7 +388,7 @@ def _report(
         warnings=told,
         job=None if conversion.job is None else conversion.job.as_json(),
         written=written,
-        plan=plan_summary(_plan_of(conversion)),
+        plan=plan_summary(conversion.plan),
         edits=conversion.edits or Edits(),
     )
 
