@@ -116,7 +116,8 @@ OPTIONS = {
     "strip": (
         "--dtype --fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 "
         "--adam-eps --iteration --check-masters --check-source --overwrite --resume --dry-run --workers "
-        "--threads --max-memory --fsync --direct --json --report --quiet -q --trust-pickle --enable-msc --follow-links"
+        "--threads --max-memory --fsync --direct --json --report --quiet -q --trust-pickle --enable-msc "
+        "--follow-links"
     ),
     "print-tensor": (
         "--slice --stats --iteration --json --trust-pickle --enable-msc --follow-links --quiet -q"

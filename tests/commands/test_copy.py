@@ -70,15 +70,14 @@ def test_a_copy_has_the_bytes_of_its_source(name: str, whole_root: bool, tmp_pat
     source = fixture_dir(name)
     place = source if whole_root else source / ITERATION
     done = copy_checkpoint(place, tmp_path / "out", CopyOptions(read_back=True))
-    out = tmp_path / "out" / ITERATION if whole_root else tmp_path / "out"
+    out = tmp_path / "out" / ITERATION
     assert content(out) == content(source / ITERATION)
     (one,) = done.copied
     assert one.nbytes == sum(map(len, content(out).values()))
     assert one.files == len(content(out))
     assert one.proven > 30
     assert not one.without_checksum
-    if whole_root:
-        assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "2"
 
 
 def test_large_and_small_and_strange_files(

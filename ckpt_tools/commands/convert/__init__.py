@@ -4,8 +4,7 @@
 * `to_fsdp_dtensor`: `convert` to Megatron-FSDP
 * `to_torch_dist`: `convert` back to 3D parallel
 * `to_dcp`: `convert` to a plain PyTorch state dict
-* `relayout`: `convert` of what is for Megatron-FSDP already
-* `relayout_plain`: of what has its keys already
+* `relayout`: `convert` of what has its keys already
 * `plan`: `plan`
 * `picture`: its pictures
 * `group_map`: `build-param-group-map`

@@ -10,6 +10,13 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from ckpt_tools.commands.convert.fresh_optimizer import begun_at, weights_for_masters, with_run_state
 from ckpt_tools.commands.convert.options import ConvertOptions
+from ckpt_tools.commands.convert.relayout import (
+    need_job,
+    need_other_job,
+    plain_layout,
+    prepare_plain,
+    prepare_relayout,
+)
 from ckpt_tools.commands.convert.version_2 import VERSION_1, VERSION_2, for_version_1, for_version_2
 from ckpt_tools.commands.job.conversion import (
     Conversion,
@@ -78,8 +85,6 @@ def convert_to_fsdp_dtensor(
 def plan_fsdp_dtensor(opened: Opened, options: ConvertOptions, world: int) -> Conversion:
     """Everything up to the first byte; `world` processes convert."""
     if opened.location.kind == "fsdp_dtensor":
-        from ckpt_tools.commands.convert.relayout import need_other_job
-
         need_other_job(opened.location, options)
     if stays_plain(opened, options):
         return plan_plain(opened, options, world)
@@ -112,12 +117,8 @@ def prepare(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared
     Raises the errors of `convert_to_fsdp_dtensor` up to its plan.
     """
     if opened.location.kind == "fsdp_dtensor":
-        from ckpt_tools.commands.convert.relayout import prepare_relayout
-
         return prepare_relayout(opened, options, layout)
     if stays_plain(opened, options):
-        from ckpt_tools.commands.convert.relayout_plain import prepare_plain
-
         return prepare_plain(opened, options, layout)
     if opened.location.kind != "dcp":
         need_torch_dist(opened)
@@ -130,8 +131,6 @@ def prepare(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared
 
 def plan_plain(opened: Opened, options: ConvertOptions, world: int) -> Conversion:
     """A plain state dict for another job."""
-    from ckpt_tools.commands.convert.relayout_plain import need_job, plain_layout, prepare_plain
-
     need_job(opened.location, options)
     layout = plain_layout(options.layout or Layout(world=world, of_job=False))
     return planned(opened, prepare_plain(opened, options, layout), options, layout)

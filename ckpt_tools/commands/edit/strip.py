@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.commands.convert.fresh_optimizer import begun_at, plan_fresh
-from ckpt_tools.commands.convert.relayout_plain import masters_beside_weights
+from ckpt_tools.commands.convert.relayout import masters_beside_weights
 from ckpt_tools.commands.convert.version_2 import is_version_2
 from ckpt_tools.commands.job.conversion import (
     Conversion,
