@@ -58,7 +58,7 @@ _PUBLIC = {
     "DiffOptions": "verify.compare.differences",
     "diff_checkpoints": "commands.check.diff",
     "preflight": "commands.check.preflight",
-    "EditOptions": "commands.job.rewrite",
+    "EditOptions": "commands.job.conversion",
     "modify_state_dict": "commands.edit.modify",
     "slice_layers": "commands.edit.slice",
     "AverageOptions": "commands.edit.average",
@@ -105,8 +105,8 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from ckpt_tools.commands.huggingface.export_source import ExportOptions as ExportOptions
     from ckpt_tools.commands.huggingface.import_hf import ImportOptions as ImportOptions
     from ckpt_tools.commands.huggingface.import_hf import import_hf as import_hf
+    from ckpt_tools.commands.job.conversion import EditOptions as EditOptions
     from ckpt_tools.commands.job.placements import Layout as Layout
-    from ckpt_tools.commands.job.rewrite import EditOptions as EditOptions
     from ckpt_tools.commands.look.checkpoint import open as open
     from ckpt_tools.commands.look.inspect import inspect_checkpoint as inspect_checkpoint
     from ckpt_tools.commands.look.load_dtensors import load_dtensors as load_dtensors

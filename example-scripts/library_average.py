@@ -22,6 +22,6 @@ averaged = average_checkpoints(sources, mean, AverageOptions(ema=0.9, overwrite=
 print("shares of the mean:", ", ".join(f"{share:.2f}" for share in averaged.weights))
 print(f"{len(averaged.averaged)} tensors averaged, {len(averaged.rounded)} of them rounded as weights")
 left = strip_checkpoint(mean, weights, options=EditOptions(overwrite=True))
-print(f"{left.tensors} tensors without {len(left.removed)} keys of the run")
+print(f"{left.tensors} tensors without {len(left.edits.removed)} keys of the run")
 (copied,) = copy_checkpoint(weights, elsewhere, CopyOptions(overwrite=True)).copied
 print(f"{copied.nbytes:,} bytes copied, {copied.proven} payloads proven")

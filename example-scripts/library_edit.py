@@ -15,7 +15,7 @@ source, small, weights = sys.argv[1:]
 cut = slice_layers(source, small, "0:1", options=EditOptions(overwrite=True))
 print(f"{cut.tensors} tensors of one layer")
 left = modify_state_dict(small, weights, [r"remove optimizer\..*"], EditOptions(overwrite=True))
-print(f"{left.tensors} tensors without the {len(left.removed)} entries of the optimizer")
+print(f"{left.tensors} tensors without the {len(left.edits.removed)} entries of the optimizer")
 
 norm = print_tensor(weights, "decoder.final_layernorm.weight", part="0:4", stats=True)
 print(norm.dtype, norm.shape, norm.values, norm.statistics["max"])

@@ -10,9 +10,7 @@ from ckpt_tools.human import human_bytes
 from ckpt_tools.model.choices import assert_never
 
 if TYPE_CHECKING:
-    from ckpt_tools.commands.edit.repair import Repaired
     from ckpt_tools.commands.job.report import ConversionReport, Masters
-    from ckpt_tools.commands.job.rewrite import Edited
     from ckpt_tools.execute.run import WriteReport
     from ckpt_tools.model.target import Target
 
@@ -155,10 +153,15 @@ def source_checksums(w: WriteReport) -> str:
     return f"{proven}; {without}" if w.payloads_proven else without
 
 
-def print_rewritten(done: Edited | Repaired) -> None:
+def print_rewritten(done: ConversionReport) -> None:
     """The last lines of a command that writes a checkpoint in the format of its source."""
     written = done.written
-    assert written is not None  # a dry run has nothing to say here
+    if written is None:
+        tell(
+            f"nothing was written (--dry-run); it would be {done.tensors:,} tensors and {done.objects:,} objects, "
+            f"{human_bytes(done.plan['bytes_to_write'])}"
+        )
+        return
     tell(
         f"{'compared' if written.was_there else 'wrote'} {done.tensors:,} tensors and {done.objects:,} objects, "
         f"{human_bytes(written.bytes_written)} in {written.seconds:.2f} s, to {escape(place(written))}"

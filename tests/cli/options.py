@@ -90,32 +90,35 @@ OPTIONS = {
     ),
     "modify-state-dict": (
         "--follow-links --check-source "
-        "--op --iteration --overwrite --json --quiet -q --enable-msc --trust-pickle"
+        "--op --iteration --overwrite --resume --dry-run --workers --threads --max-memory --fsync --direct --json "
+        "--report --quiet -q --enable-msc --trust-pickle"
     ),
     "slice": (
         "--follow-links --check-source "
-        "--layers --block --iteration --overwrite --json --quiet -q --trust-pickle --enable-msc"
+        "--layers --block --iteration --overwrite --resume --dry-run --workers --threads --max-memory --fsync "
+        "--direct --json --report --quiet -q --trust-pickle --enable-msc"
     ),
     "copy": (
         "--iteration --read-back --check-source --overwrite --resume --workers --threads --max-memory --fsync "
         "--direct --json --quiet -q --trust-pickle --enable-msc --follow-links"
     ),
     "average": (
-        "--weights --ema --iteration --check-source --overwrite --resume --workers --threads --max-memory "
-        "--json --quiet -q --trust-pickle --enable-msc --follow-links"
+        "--weights --ema --iteration --check-source --overwrite --resume --dry-run --workers --threads --max-memory "
+        "--fsync --direct --json --report --quiet -q --trust-pickle --enable-msc --follow-links"
     ),
     "merge-adapter": (
         "--alpha --iteration --ignore-keys --check-source --overwrite --resume --dry-run --workers --threads "
         "--max-memory --fsync --direct --quiet -q --json --report --trust-pickle --enable-msc --follow-links"
     ),
     "repair": (
-        "--dry-run --iteration --check-source --overwrite --resume --workers --threads --json -q "
-        "--quiet --trust-pickle --enable-msc --follow-links"
+        "--dry-run --iteration --check-source --overwrite --resume --workers --threads --max-memory --fsync --direct "
+        "--json --report -q --quiet --trust-pickle --enable-msc --follow-links"
     ),
     "strip": (
         "--dtype --fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 "
-        "--adam-eps --iteration --check-masters --check-source --overwrite --resume --workers --threads --json "
-        "--quiet -q --trust-pickle --enable-msc --follow-links"
+        "--adam-eps --iteration --check-masters --check-source --overwrite --resume --dry-run --workers "
+        "--threads --max-memory --fsync --direct --json --report --quiet -q --trust-pickle --enable-msc "
+        "--follow-links"
     ),
     "print-tensor": (
         "--slice --stats --iteration --json --trust-pickle --enable-msc --follow-links --quiet -q"

@@ -26,7 +26,7 @@ from ckpt_tools.commands.edit.slice import slice_layers
 from ckpt_tools.commands.edit.strip import strip_checkpoint
 from ckpt_tools.commands.huggingface.export_source import ExportOptions
 from ckpt_tools.commands.huggingface.import_hf import ImportOptions
-from ckpt_tools.commands.job.rewrite import EditOptions
+from ckpt_tools.commands.job.conversion import EditOptions
 from ckpt_tools.commands.look.dcp_json import dcp_as_json
 from ckpt_tools.commands.look.inspect import Inspection, inspect_checkpoint
 from ckpt_tools.commands.look.print_tensor import print_tensor
@@ -136,7 +136,8 @@ def test_a_choice_has_the_words_of_its_field(filled: Callable[..., Any], own: Ma
         ),
         (
             AverageOptions,
-            edit._AVERAGE.keys() | {"iteration", "trust_pickle", "overwrite", "resume", "write", "tracker"},
+            edit._AVERAGE.keys()
+            | {"iteration", "trust_pickle", "overwrite", "resume", "write", "tracker", "dry_run"},
         ),
     ],
 )

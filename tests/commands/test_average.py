@@ -563,9 +563,12 @@ def test_from_and_to_an_object_store(tmp_path: Path) -> None:
 )
 def test_the_report_says_what_became_of_the_masters(name: str, use: str, tmp_path: Path) -> None:
     done = averaged([fixture_dir(name)] * 2, tmp_path / "out")
-    assert done.masters is not None
-    assert (done.masters.use, done.masters.mode) == (use, "sample" if use == "written" else "none")
-    assert (done.masters.found.tensors > 0) == (use == "written") == bool(done.rounded)
+    assert done.report.masters is not None
+    assert (done.report.masters.use, done.report.masters.mode) == (
+        use,
+        "sample" if use == "written" else "none",
+    )
+    assert (done.report.masters.found.tensors > 0) == (use == "written") == bool(done.rounded)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.distributed import checkpoint as dcp
 from ckpt_tools.commands.check.diff import diff_checkpoints
 from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.commands.edit.modify import modify_state_dict, new_names, new_path, parse_operation
-from ckpt_tools.commands.job.rewrite import EditOptions
+from ckpt_tools.commands.job.conversion import EditOptions
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
 from tests.conftest import fixture_dir
 
@@ -70,14 +70,14 @@ def assert_same(found, expected):
 def test_removing_keeps_every_other_value(source, tmp_path):
     before = loaded(source)
     edited = modify_state_dict(str(source), str(tmp_path / "out"), ["remove ^gone$", "remove ^value"])
-    assert set(edited.removed) == {"gone", "value.a", "value.b"}
-    assert_same(loaded(tmp_path / "out"), {k: v for k, v in before.items() if k not in edited.removed})
+    assert set(edited.edits.removed) == {"gone", "value.a", "value.b"}
+    assert_same(loaded(tmp_path / "out"), {k: v for k, v in before.items() if k not in edited.edits.removed})
 
 
 def test_a_rename_alone_keeps_everything(source, tmp_path):
     before = loaded(source)
     edited = modify_state_dict(str(source), str(tmp_path / "out"), [r"rename ^(k)ept$ \1.new"])
-    assert edited.renamed == {"kept": "k.new"}
+    assert edited.edits.renamed == {"kept": "k.new"}
     assert_same(loaded(tmp_path / "out"), {"k.new" if k == "kept" else k: v for k, v in before.items()})
 
 

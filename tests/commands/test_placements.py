@@ -41,7 +41,7 @@ def test_every_file_is_in_the_order_in_which_its_rank_reads(name, sizes, layout)
     with open_checkpoint(str(source_of(case))) as opened:
         p = prepare(opened, ConvertOptions(target=replace(options_of(case), tp=None)), job)
         core = place_model(p.live_model(), job)
-        plan = p.lay_out(job)
+        plan = p.planned(job, iteration=None).plan
     for rank in range(job.ranks):
         items = [item for item in plan.items if file_rank(item.file) == rank]
         assert [item.offset for item in items] == sorted(item.offset for item in items)

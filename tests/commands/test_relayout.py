@@ -95,7 +95,8 @@ def test_a_native_checkpoint_is_laid_out(tmp_path, capsys):
     assert run(["convert", str(native), str(tmp_path / "even"), "--quiet", "--world-size", "5"]) == 0
     capsys.readouterr()
     expected = oracle.tensors(native)
-    for folder, files in ((tmp_path / "out", 6), (tmp_path / "even", 5)):
+    for name, files in (("out", 6), ("even", 5)):
+        folder = next((tmp_path / name).glob("iter_*"))
         found = oracle.tensors(folder)
         assert found.keys() == expected.keys()
         assert all(oracle.same_bytes(found[key], expected[key]) for key in expected)
@@ -122,7 +123,7 @@ def test_projections_that_cannot_be_regrouped_are_named(tmp_path, capsys):
 @pytest.mark.parametrize(("tp", "note"), [(4, "ranks 2 to 3: copied"), (1, "rank 1: dropped")])
 def test_rng_of_more_or_fewer_ranks(tp, note, tmp_path, capsys):
     """A rank that the source does not have gets the last one's states; the others keep their own, to the byte."""
-    first = laid_out(LLAMA / "iter_0000002", tmp_path / "a", DP2_TP2)
+    first = laid_out(LLAMA / "iter_0000002", tmp_path / "a", DP2_TP2) / "iter_0000002"
     assert run(["convert", str(first), str(tmp_path / "b"), "--tp", str(tp)]) == 0
     assert f"rng of tensor-parallel {note}" in capsys.readouterr().out
     prefix = "rng_state.(0, "
@@ -132,7 +133,7 @@ def test_rng_of_more_or_fewer_ranks(tp, note, tmp_path, capsys):
             for key, data in stored_bytes(folder, list(oracle.metadata(folder).state_dict_metadata)).items()
             if key.startswith(prefix)
         }
-        for folder in (first, tmp_path / "b")
+        for folder in (first, tmp_path / "b" / "iter_0000002")
     )
     ranks = {int(key.removeprefix(prefix).partition(")")[0]) for key in new}
     assert ranks == set(range(tp))

@@ -27,8 +27,8 @@ from ckpt_tools.commands.huggingface.export_hf import export_hf
 from ckpt_tools.commands.huggingface.export_source import ExportOptions
 from ckpt_tools.commands.huggingface.import_hf import import_hf
 from ckpt_tools.commands.job import conversion
+from ckpt_tools.commands.job.conversion import EditOptions
 from ckpt_tools.commands.job.placements import Layout
-from ckpt_tools.commands.job.rewrite import EditOptions
 from ckpt_tools.errors import CorruptCheckpointError
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.formats.dcp.metadata_read import read_catalog
@@ -77,7 +77,7 @@ def averaged(fixture: str, place: int) -> Command:
     def average(source: str, output: str, write: WriteOptions) -> Any:
         sources = [str(fixture_dir(fixture))] * 2
         sources[place] = source
-        return average_checkpoints(sources, output, AverageOptions(write=write))
+        return average_checkpoints(sources, output, AverageOptions(write=write)).report
 
     return average
 

@@ -18,8 +18,8 @@ from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.convert.to_torch_dist import convert_to_torch_dist
 from ckpt_tools.commands.edit.strip import strip_checkpoint
 from ckpt_tools.commands.huggingface.export_hf import export_hf
+from ckpt_tools.commands.job.conversion import EditOptions
 from ckpt_tools.commands.job.opened import open_checkpoint
-from ckpt_tools.commands.job.rewrite import EditOptions
 from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.pickle.unpickle import StandIn
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
@@ -59,7 +59,7 @@ def test_the_weights_stay_where_they_were(name: str, tmp_path: Path) -> None:
     kept = {key for key in was.state_dict_metadata if not key.startswith(OF_THE_OPTIMIZER)}
     assert now.state_dict_metadata.keys() == kept
     assert set(was.state_dict_metadata) - kept == {
-        key for key in done.removed if not key.startswith("common")
+        key for key in done.edits.removed if not key.startswith("common")
     }
     old, new = oracle.tensors(before), oracle.tensors(after)
     for key, value in new.items():
@@ -69,8 +69,8 @@ def test_the_weights_stay_where_they_were(name: str, tmp_path: Path) -> None:
     for key in kept - new.keys() - {"common_state/shard_0_1"}:
         found, expected = (oracle.item(folder, key) for folder in (after, before))
         assert repr(found) == repr(expected) or found == expected, key
-    assert done.cast == ()
-    assert done.masters is not None
+    assert done.edits.cast == ()
+    assert done.written is not None
     assert done.masters.use == ("as_stored" if done.source_format == "fsdp_dtensor" else "left_out")
     assert done.written.rounded_elements == 0
     assert is_sound(tmp_path / "out")
@@ -114,8 +114,9 @@ def test_masters_cast_to_the_models_type(name: str, tmp_path: Path) -> None:
         assert oracle.same_bytes(found, expected), key
         rounded += int((found.float() != old[key]).sum())
     assert rounded
+    assert done.written is not None
     assert done.written.rounded_elements == rounded
-    assert set(done.cast) == {key for key in new if not key.endswith(".expert_bias")}
+    assert set(done.edits.cast) == {key for key in new if not key.endswith(".expert_bias")}
     assert is_sound(tmp_path / "out")
 
 
@@ -229,8 +230,8 @@ def test_a_plain_state_dict_keeps_its_model(flat: bool, tmp_path: Path) -> None:
     weights = Net().state_dict()
     names = {name if flat else f"model.{name}" for name in weights}
     assert set(oracle.metadata(tmp_path / "out").state_dict_metadata) == names
-    assert any("exp_avg" in key for key in done.removed)
-    assert any(key.startswith("lr_scheduler") for key in done.removed)
+    assert any("exp_avg" in key for key in done.edits.removed)
+    assert any(key.startswith("lr_scheduler") for key in done.edits.removed)
     empty = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
     dcp.load(empty if flat else {"model": empty}, checkpoint_id=tmp_path / "out", no_dist=True)
     expected = state if flat else state["model"]

@@ -32,7 +32,7 @@ WORKER = Path(__file__).with_name("version_2_worker.py")
 def converted(name: str, output: Path, words: str = "--layout mfsdp-v2 --gpus 3 --weights-only") -> Path:
     source = next(fixture_dir(name).glob("iter_*"))
     assert run(["convert", str(source), str(output), *words.split()]) == 0
-    return output
+    return next(output.glob("iter_*"))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_it_is_compared_with_what_it_was_made_from_and_goes_back(tmp_path: Path)
     for other in (source, one):
         report = diff_checkpoints(str(other), str(two))
         named = [found for found in report.tensors if found.name.startswith(("model", "optimizer"))]
-        assert len(named) > 80
+        assert len(named) >= 28
         assert all(found.kind == "equal" for found in named)
         assert not [value for value in report.values if value.name.startswith("optimizer")]
     assert run(["convert", str(two), str(tmp_path / "a"), "-q", "--to", "torch_dist"]) == 0

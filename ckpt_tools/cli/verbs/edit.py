@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from math import fsum
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -33,11 +33,8 @@ if TYPE_CHECKING:
     from ckpt_tools.commands.edit.average import Averaged
     from ckpt_tools.commands.edit.copy import Copied, CopyReport
     from ckpt_tools.commands.edit.repair import Repaired
-    from ckpt_tools.commands.edit.strip import Stripped
-    from ckpt_tools.commands.job.conversion import Progress
-    from ckpt_tools.commands.job.rewrite import Edited, EditOptions
-
-    AnyEdited = TypeVar("AnyEdited", bound=Edited)
+    from ckpt_tools.commands.job.conversion import EditOptions, Progress
+    from ckpt_tools.commands.job.report import ConversionReport
 
 _SHOWN = 20
 _ROUNDED = 1e-9  # by which shares like 0.1 miss 1
@@ -84,11 +81,11 @@ def _edit(
     source: str,
     output: str,
     given: Given,
-    run: Callable[[EditOptions, Progress], AnyEdited],
-    data: Callable[[AnyEdited], dict[str, Any]],
-    show: Callable[[AnyEdited], None],
+    run: Callable[[EditOptions, Progress], ConversionReport],
+    data: Callable[[ConversionReport], dict[str, Any]],
+    show: Callable[[ConversionReport], None],
 ) -> None:
-    from ckpt_tools.commands.job.rewrite import EditOptions
+    from ckpt_tools.commands.job.conversion import EditOptions
 
     options = fill(EditOptions, given, iteration=None)
     carry_out(
@@ -130,18 +127,18 @@ def slice_layers(input_dir: Checkpoint, output_dir: OutputDir, **given: Any) -> 
     )
 
 
-def _edited_json(edited: Edited) -> dict[str, object]:
+def _edited_json(done: ConversionReport) -> dict[str, object]:
     return {
-        "schema_version": 1, "source": edited.source, **edited.as_json(),
-        "removed": edited.removed, "renamed": edited.renamed,
+        "schema_version": 1, "source": done.source, **done.edit_json(),
+        "removed": done.edits.removed, "renamed": done.edits.renamed,
     }  # fmt: skip
 
 
-def _print_edited(edited: Edited) -> None:
-    lines = [f"removed {key}" for key in edited.removed]
-    lines += [f"renamed {key} -> {name}" for key, name in edited.renamed.items()]
+def _print_edited(done: ConversionReport) -> None:
+    lines = [f"removed {key}" for key in done.edits.removed]
+    lines += [f"renamed {key} -> {name}" for key, name in done.edits.renamed.items()]
     render.tell_first(lines, _SHOWN)
-    print_rewritten(edited)
+    print_rewritten(done)
 
 
 def strip(
@@ -164,34 +161,36 @@ def strip(
         lambda options, progress: strip_checkpoint(
             input_dir, output_dir, given["dtype"], options, progress, fresh, given["check_masters"]
         ),
-        _stripped_json,
-        _print_stripped,
+        lambda done: _stripped_json(done, given["dtype"]),
+        lambda done: _print_stripped(done, given["dtype"]),
     )
 
 
-def _stripped_json(done: Stripped) -> dict[str, object]:
+def _stripped_json(done: ConversionReport, dtype: str | None) -> dict[str, object]:
     return {
         "schema_version": 1,
         "source": done.source,
-        **done.as_json(),
-        "removed": done.removed,
-        "dtype": done.dtype,
-        "cast": done.cast,
+        **done.edit_json(),
+        "masters": done.masters.as_json(),
+        "removed": done.edits.removed,
+        "dtype": dtype,
+        "cast": done.edits.cast,
         "notes": done.notes,
-        "rounded_elements": done.written.rounded_elements,
+        "rounded_elements": 0 if done.written is None else done.written.rounded_elements,
     }
 
 
-def _print_stripped(done: Stripped) -> None:
-    if done.removed or not done.notes:
+def _print_stripped(done: ConversionReport, dtype: str | None) -> None:
+    edits = done.edits
+    if edits.removed or not done.notes:
         render.tell(
-            f"left out {len(done.removed):,} keys and entries of optimizer, scheduler and random number states"
+            f"left out {len(edits.removed):,} keys and entries of optimizer, scheduler and random number states"
         )
-    if done.cast:
-        render.tell(
-            f"cast {len(done.cast):,} tensors to {done.dtype}, which rounded "
-            f"{done.written.rounded_elements:,} elements"
+    if edits.cast:
+        rounded = (
+            "" if done.written is None else f", which rounded {done.written.rounded_elements:,} elements"
         )
+        render.tell(f"cast {len(edits.cast):,} tensors to {dtype}{rounded}")
     print_rewritten(done)
     for note in done.notes:
         render.tell(f"note: {render.escape(note)}")
@@ -222,7 +221,8 @@ def _averaged_json(done: Averaged) -> dict[str, object]:
     return {
         "schema_version": 2,
         "sources": done.sources,
-        **done.as_json(),
+        **done.report.edit_json(),
+        "masters": done.report.masters.as_json(),
         "weights": done.weights,
         "given_weights": done.given,
         "averaged": done.averaged,
@@ -240,10 +240,9 @@ def _print_averaged(done: Averaged) -> None:
     render.tell(
         f"averaged {len(done.averaged):,} tensors; {len(done.rounded):,} weights are their masters' mean, rounded"
     )
-    if done.masters is not None:
-        render.tell(f"masters of the last source: {masters_text(done.masters)}")
+    render.tell(f"masters of the last source: {masters_text(done.report.masters)}")
     render.tell_first([f"not averaged, taken from the last: {key}" for key in done.kept], _SHOWN)
-    print_rewritten(done)
+    print_rewritten(done.report)
 
 
 def repair(
@@ -271,18 +270,19 @@ def repair(
 
 
 def _repaired_json(done: Repaired) -> dict[str, object]:
+    report = done.report
     return {
         "schema_version": 1,
         "source": done.source,
         "output": done.output,
-        "format": done.format,
+        "format": "fsdp_dtensor",
         "changes": [
             {"cause": c.cause, "issue": c.issue, "proof": c.proof, "where": c.keys} for c in done.changes
         ],
-        "tensor_count": done.tensors,
-        "object_count": done.objects,
+        "tensor_count": 0 if report is None else report.tensors,
+        "object_count": 0 if report is None else report.objects,
         "left_out": done.left_out,
-        "written": None if done.written is None else done.written.in_short(),
+        "written": None if report is None or report.written is None else report.written.in_short(),
     }
 
 
@@ -292,15 +292,13 @@ def _print_repaired(done: Repaired) -> None:
         render.tell(f"{change.cause}{issue}: {len(change.keys):,} entries")
         render.tell_first(change.keys, 3, "  ")
         render.tell(f"  proof: {change.proof}")
-    if not done.changes:
+    if done.report is None:
         render.tell(
             f"{render.escape(done.source)}: repair knows no fault of these keys. Nothing was written. Values were "
             "not read: `verify --content` checks them"
         )
-    elif done.written is None:
-        render.tell("nothing was written (--dry-run)")
     else:
-        print_rewritten(done)
+        print_rewritten(done.report)
 
 
 def copy(
@@ -394,17 +392,17 @@ def merge_adapter(
     )
 
 
-_EDITING = READING | REWRITING
+_EDITING = READING | RUNNING
 COMMANDS = {
     "modify-state-dict": with_options(modify_state_dict, _EDITING, _MODIFY),
     "slice": with_options(slice_layers, _EDITING, _SLICE),
     "strip": with_options(
         strip, _EDITING | FRESH_OPTIMIZER | {"resume", "workers", "threads", "check_masters"}, _STRIP
     ),
-    "average": with_options(average, _EDITING | {"resume", "workers", "threads", "memory_bytes"}, _AVERAGE),
-    "repair": with_options(repair, _EDITING | {"resume", "dry_run", "workers", "threads"}),
+    "average": with_options(average, _EDITING, _AVERAGE),
+    "repair": with_options(repair, _EDITING),
     "copy": with_options(
-        copy, _EDITING | {"resume", "workers", "threads", "memory_bytes", "fsync", "direct"}, _COPY
+        copy, READING | REWRITING | {"resume", "workers", "threads", "memory_bytes", "fsync", "direct"}, _COPY
     ),
     "merge-adapter": with_options(merge_adapter, RUNNING | READING | {"ignore_keys", "alpha"}),
 }

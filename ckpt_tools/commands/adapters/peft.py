@@ -102,12 +102,12 @@ def plan_peft(opened: Opened, options: ExportOptions) -> Conversion:
         options.dtype,
     )
     return Conversion(
-        "hf",
-        "peft",
-        opened.location.iteration,
-        opened.catalog,
-        Target(made.tensors, notes=(source.summary, *made.notes)),
-        build_safetensors_plan(opened.catalog, [WeightFile(ADAPTER_WEIGHTS, made.tensors)], {}),
+        to="hf",
+        loader="peft",
+        iteration=opened.location.iteration,
+        catalog=opened.catalog,
+        target=Target(made.tensors, notes=(source.summary, *made.notes)),
+        plan=build_safetensors_plan(opened.catalog, [WeightFile(ADAPTER_WEIGHTS, made.tensors)], {}),
         extra_files={ADAPTER_CONFIG: as_json(dict(made.config))},
         architecture=family.architecture,
     )

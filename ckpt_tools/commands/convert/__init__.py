@@ -4,12 +4,10 @@
 * `to_fsdp_dtensor`: `convert` to Megatron-FSDP
 * `to_torch_dist`: `convert` back to 3D parallel
 * `to_dcp`: `convert` to a plain PyTorch state dict
-* `relayout`: `convert` of what is for Megatron-FSDP already
-* `relayout_plain`: of what has its keys already
+* `relayout`: `convert` of what has its keys already
 * `plan`: `plan`
 * `picture`: its pictures
 * `group_map`: `build-param-group-map`
-* `warm_start`: what a job begins with that has an optimizer and has not begun
+* `fresh_optimizer`: `--fresh-optimizer` of all commands, and `strip --fresh-optimizer`
 * `version_2`: the names of Megatron-FSDP v2
-* `restart`: `strip --fresh-optimizer`
 """

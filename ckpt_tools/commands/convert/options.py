@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ckpt_tools.commands.job.conversion import (
-    MegatronOptions,
-)
+from ckpt_tools.commands.job.conversion import MegatronOptions
 from ckpt_tools.commands.job.placements import Layout
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.model.choices import CheckLevel

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.close_names import refuse_unmatched
 from ckpt_tools.commands.convert.options import ConvertOptions
-from ckpt_tools.commands.convert.relayout_plain import plain_layout
+from ckpt_tools.commands.convert.relayout import plain_layout
 from ckpt_tools.commands.convert.to_fsdp_dtensor import prepare_output, stays_plain
 from ckpt_tools.commands.job.opened import open_checkpoint
-from ckpt_tools.commands.job.placements import Layout, place_model, rank_share
+from ckpt_tools.commands.job.placements import Layout, lay_out, place_model, rank_share
 from ckpt_tools.commands.job.target_job import TargetJob
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.locate.detect import Location
@@ -204,9 +204,12 @@ def plan_checkpoint(
             refuse_unmatched("--tensor", globs, (t.key for t in target.tensors))
         job = layout if layout.topology else Layout(layout.name, Topology(dp_shard=layout.ranks))
         core = place_model(prepared.live_model(), job)
-        prepared = replace(prepared, model=None)  # it is large, and not asked again
-        plan = prepared.lay_out(layout, rank, None if layout.name == "even" else core)
-    assert prepared.job is not None  # what is laid out for a job names it
+        catalog, keep_order, target_job = prepared.catalog, prepared.keep_order, prepared.job
+        archives = prepared.archives() if rank in (None, 0) else ()
+        del prepared  # its model is large, and not asked again
+        placed = None if layout.name == "even" else core
+        plan = lay_out(catalog, target, placed, archives, layout, rank, keep_order)
+    assert target_job is not None  # what is laid out for a job names it
     return Priced(
         source,
         opened.location,
@@ -214,7 +217,7 @@ def plan_checkpoint(
         target,
         plan,
         core,
-        prepared.job,
+        target_job,
         rank,
         tuple(globs),
         types=buffer_types(opened.common),

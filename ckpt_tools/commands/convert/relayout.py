@@ -1,38 +1,51 @@
-"""`fsdp_dtensor` from `fsdp_dtensor`: the same tensors and objects, laid out for another training job."""
+"""What has its keys already, laid out for another training job: `fsdp_dtensor`, a plain PyTorch state dict; and the
+weights of a Hugging Face model as one.
+
+torch's `fully_shard` cuts every parameter on its own along dimension 0, and its states with it. Megatron-FSDP cuts
+flat buffers, of which every unit has its own: `--units` names those of a model that is not Megatron's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
-from ckpt_tools.commands.job.conversion import Conversion
+from ckpt_tools.commands.convert.options import ConvertOptions
+from ckpt_tools.commands.job.conversion import Prepared
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.outputs import read_bridge_files, trackers_of, with_record
-from ckpt_tools.commands.job.placements import Layout, source_model
+from ckpt_tools.commands.job.placements import Layout, LiveModel, source_model
 from ckpt_tools.commands.job.target_job import TargetJob, need_tp, said_tp, sized
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import MappingError, UsageError
+from ckpt_tools.formats.key_filter import leave_out
 from ckpt_tools.formats.locate.detect import Location
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
+from ckpt_tools.megatron.dcp.read import owners
+from ckpt_tools.megatron.dcp.state_dict import StateDict, read_state_dict
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.fsdp_dtensor.parameters import packed_projections
-from ckpt_tools.megatron.fsdp_dtensor.read import read_fsdp_source
+from ckpt_tools.megatron.fsdp_dtensor.read import SmallValues, read_fsdp_source
 from ckpt_tools.megatron.fsdp_dtensor.regroup import Relayout, build_relayout
 from ckpt_tools.megatron.names import ModelStyle
 from ckpt_tools.megatron.run_state.common_state import CommonState
-from ckpt_tools.megatron.run_state.record import TargetRecord
+from ckpt_tools.megatron.run_state.record import TargetRecord, read_record
 from ckpt_tools.megatron.run_state.settings import read_settings, refuse_tensor_parallel
 from ckpt_tools.megatron.torch_dist.optimizers import refuse_missing_states
 from ckpt_tools.megatron.vocab import vocabulary
-from ckpt_tools.model.catalog import Item
+from ckpt_tools.model.catalog import Catalog, Item, TensorEntry
+from ckpt_tools.model.roles import MASTER, WEIGHT
+from ckpt_tools.model.target import Target, TargetObject, TargetTensor
+from ckpt_tools.model.views import Source
+from ckpt_tools.sharding.describe import LiveTensor
 
-if TYPE_CHECKING:
-    from ckpt_tools.commands.convert.options import ConvertOptions
+HF_PREFIX = "model"
+LOADER = "torch.distributed.checkpoint"
 
 
-def prepare_relayout(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversion:
+def prepare_relayout(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared:
     """The `fsdp_dtensor` checkpoint for a job of `layout`: keys that nobody knows go along, byte for byte."""
-    refuse_changes(opened.location, options)
+    _refuse_changes(opened.location, options)
     common = opened.common
     source = read_fsdp_source(opened.files, opened.catalog, common, options.ignore_keys, opened.trust_pickle)
     if source.has_optimizer:
@@ -51,10 +64,9 @@ def prepare_relayout(opened: Opened, options: ConvertOptions, layout: Layout) ->
     rows = vocabulary(((t.name, t.shape) for t in source.tensors), args, old.tokens)
     has_experts = any(".experts." in tensor.name for tensor in source.tensors)
     record, small = sized(old, tp, layout, has_experts), read_bridge_files(opened.files)
-    return Conversion(
+    return Prepared(
         to="fsdp_dtensor",
         loader=old.target,
-        iteration=None,
         catalog=source.catalog,
         target=built.target,
         extra_files=with_record(small, record),
@@ -62,7 +74,7 @@ def prepare_relayout(opened: Opened, options: ConvertOptions, layout: Layout) ->
         job=TargetJob(record, packed, rows),
         masters="as_stored" if source.has_optimizer else "none",
         optimizer_layout="fsdp_dtensor" if source.has_optimizer else None,
-        model=lambda: source_model(source, _style(common, options)),
+        live_model=lambda: source_model(source, _style(common, options)),
         archives=lambda: stored_archives(opened.files, built),
     )
 
@@ -82,7 +94,7 @@ def stored_archives(files: Files, built: Relayout) -> Iterator[tuple[str, bytes]
         yield key, read[item]
 
 
-def refuse_changes(location: Location, options: ConvertOptions) -> None:
+def _refuse_changes(location: Location, options: ConvertOptions) -> None:
     """Raise UsageError if an option that only a conversion from another format can meet."""
     if options.target.fresh_optimizer:
         raise UsageError(
@@ -104,10 +116,163 @@ def refuse_changes(location: Location, options: ConvertOptions) -> None:
 
 def need_other_job(location: Location, options: ConvertOptions) -> None:
     """Raise UsageError if no job is named, so that nothing would change."""
-    refuse_changes(location, options)
+    _refuse_changes(location, options)
     if options.layout is None and options.target.tp is None:
         raise UsageError(
             f"nothing to convert: {location.path} is an fsdp_dtensor checkpoint already, and no other job is "
             "named. Give its size to lay the checkpoint out for it (--gpus or --dp-shard, --tp, --world-size), or "
             "another format with --to"
+        )
+
+
+def plain_layout(layout: Layout) -> Layout:
+    """The layout, which is FSDP2's where nobody named one."""
+    return layout if layout.name_given or layout.name == "even" else replace(layout, name="fsdp2")
+
+
+def need_job(location: Location, options: ConvertOptions) -> None:
+    """Raise UsageError if no job is named, so that nothing would change."""
+    if options.layout is None:
+        raise UsageError(
+            f"nothing to convert: {location.path} is a PyTorch state dict already, and no other job is named. Give "
+            "its size (--gpus or --dp-shard, or --world-size)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """The target tensors, and what the sharding room is told of them."""
+
+    tensors: tuple[TargetTensor, ...]
+    live: tuple[LiveTensor, ...]
+
+
+def prepare_plain(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared:
+    """The state dict for a job of `layout`: every key as it is, whoever the model is."""
+    _refuse_plain_changes(opened.location, options, layout)
+    catalog, left_out = leave_out(opened.catalog, options.ignore_keys)
+    found = read_state_dict(catalog)
+    states = _owners(catalog, found, layout, SmallValues(opened.files, opened.trust_pickle))
+    plain = _as_stored(catalog, found, states)
+    objects = tuple(
+        TargetObject(key, None, tuple(catalog.planner_paths.get(key, ()))) for key in catalog.objects
+    )
+    must_round = [tensor for tensor in plain.tensors if tensor.must_round_to]
+    record = replace(read_record(opened.files) or TargetRecord(), format="dcp")
+    return Prepared(
+        to="dcp",
+        loader=None,
+        catalog=catalog,
+        target=Target(plain.tensors, objects=objects, dropped=left_out),
+        extra_files=with_record({}, record),
+        job=TargetJob(record),
+        masters="written" if must_round else "none",
+        must_round=must_round,
+        optimizer_layout=None if found.layout == "none" else found.layout,
+        keep_order=True,
+        live_model=lambda: LiveModel(plain.live, local_spec=False),
+        archives=lambda: ((key, read_archive(opened.files, o.item)) for key, o in catalog.objects.items()),
+    )
+
+
+def prepare_hf(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared:
+    """The weights of a Hugging Face model under its own names, as ``{"model": model.state_dict()}`` has them."""
+    _refuse_plain_changes(opened.location, options, layout)
+    catalog, left_out = leave_out(opened.catalog, options.ignore_keys)
+    tensors, live = [], []
+    for key, entry in catalog.tensors.items():
+        path = (HF_PREFIX, key)
+        tensors.append(_target(entry, f"{HF_PREFIX}.{key}", path, key))
+        live.append(LiveTensor(key, entry.shape, entry.dtype, buffer=not entry.shape or not entry.numel))
+    note = "weights under the names of their safetensors; config.json and tokenizer stay where they are"
+    record = TargetRecord(format="dcp")
+    return Prepared(
+        to="dcp",
+        loader=LOADER,
+        catalog=catalog,
+        target=Target(tuple(tensors), dropped=left_out, notes=(note,)),
+        extra_files=with_record({}, record),
+        job=TargetJob(record),
+        live_model=lambda: LiveModel(tuple(live), local_spec=False),
+        archives=lambda: (),
+    )
+
+
+def _as_stored(catalog: Catalog, found: StateDict, states: Mapping[str, str]) -> _Plain:
+    """Weights and states share the place of their parameter; another tensor that ranks share has its own."""
+    owned = dict(states)
+    roles = found.roles()
+    live: dict[str, LiveTensor] = {}
+    is_cut = any(len(catalog.tensors[key].chunks) > 1 for key in found.weights.values())
+    trained = set(owned.values())
+    for name, key in (*found.weights.items(), *((key, key) for key in found.more)):
+        entry = catalog.tensors[key]
+        whole = is_cut and len(entry.chunks) == 1 and name not in trained
+        live[name] = LiveTensor(
+            name,
+            entry.shape,
+            entry.dtype,
+            buffer=whole or not entry.numel or not entry.shape,
+            trainable=not trained or name in trained,
+        )
+        owned[key] = name
+    tensors = []
+    for key, entry in catalog.tensors.items():
+        owner = owned.get(key, "")
+        if owner and live.get(owner) is not None and entry.shape != live[owner].shape:
+            owner = ""  # a state of another form than its parameter's
+        if not owner and len(entry.chunks) > 1 and 0 not in entry.shape:
+            owner = key
+            live[key] = LiveTensor(key, entry.shape, entry.dtype, buffer=not entry.shape)
+        path = tuple(catalog.planner_paths.get(key, ()))
+        made = _target(entry, key, path, owner, roles.get(key, "other"))
+        if made.role == MASTER and owner in found.weights:
+            weight = catalog.tensors[found.weights[owner]]
+            made = replace(made, must_round_to=(Source(weight.key),), must_round_dtype=weight.dtype)
+        tensors.append(made)
+    return _Plain(tuple(tensors), tuple(live.values()))
+
+
+def masters_beside_weights(opened: Opened) -> list[TargetTensor]:
+    """The masters of a state dict, with the weights that they must round to."""
+    found, values = read_state_dict(opened.catalog), SmallValues(opened.files, opened.trust_pickle)
+    states = _owners(opened.catalog, found, Layout(), values)
+    return [tensor for tensor in _as_stored(opened.catalog, found, states).tensors if tensor.must_round_to]
+
+
+def _owners(catalog: Catalog, found: StateDict, layout: Layout, values: SmallValues) -> dict[str, str]:
+    """The parameter of every state that has its shape, by the state's key."""
+    of_keys: dict[str, str] = {}
+    for optimizer in found.optimizers:
+        try:
+            of_keys |= owners(optimizer, found, catalog, values)
+        except MappingError as error:
+            if layout.name.startswith("mfsdp"):
+                raise UsageError(f"--layout {layout.name}: {error}") from None
+    return {key: name for key, name in of_keys.items() if name in found.weights and key in catalog.tensors}
+
+
+def _target(
+    entry: TensorEntry, key: str, path: tuple[str | int, ...], owner: str, role: str = WEIGHT
+) -> TargetTensor:
+    return TargetTensor(key, entry.dtype, entry.shape, (Source(entry.key),), path, parameter=owner, role=role)  # type: ignore[arg-type]
+
+
+def _refuse_plain_changes(location: Location, options: ConvertOptions, layout: Layout) -> None:
+    """Raise UsageError if options that only a Megatron model can meet."""
+    if replace(options.target, tp=None) != TargetOptions():
+        raise UsageError(
+            f"{location.path} is laid out as it is: names, types, groups and vocabulary stay; leave those options out"
+        )
+    job = layout.topology
+    asked = (
+        {"tp": options.target.tp, "ep": 1, "etp": 1}
+        if job is None
+        else {"tp": job.tp, "ep": job.ep, "etp": job.etp}
+    )
+    cut = [f"--{axis} {size}" for axis, size in asked.items() if size not in (None, 1)]
+    if cut:
+        raise UsageError(
+            f"{', '.join(cut)}: which dimension of a weight these ranks cut is known of Megatron's models only. "
+            "Leave it out: DCP loads any layout into any job"
         )

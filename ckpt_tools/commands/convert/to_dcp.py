@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckpt_tools.commands.convert.options import ConvertOptions
-from ckpt_tools.commands.convert.relayout_plain import need_job, plain_layout, prepare_hf, prepare_plain
+from ckpt_tools.commands.convert.relayout import need_job, plain_layout, prepare_hf, prepare_plain
 from ckpt_tools.commands.convert.to_fsdp_dtensor import planned, prepare_model
 from ckpt_tools.commands.huggingface.folder import (
     CONFIG,
@@ -15,6 +15,7 @@ from ckpt_tools.commands.huggingface.folder import (
 from ckpt_tools.commands.job.conversion import (
     Conversion,
     MegatronOptions,
+    Prepared,
     Progress,
     Writer,
     convert,
@@ -68,7 +69,7 @@ def _architecture(opened: Opened) -> str | None:
     return architecture_of(read_config(opened.location.path))
 
 
-def prepare_dcp(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversion:
+def prepare_dcp(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared:
     """The checkpoint as the plain state dict that a job of `layout` loads.
 
     Raises the errors of `convert_to_dcp` up to its plan.

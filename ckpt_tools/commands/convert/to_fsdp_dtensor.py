@@ -8,12 +8,20 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal
 
+from ckpt_tools.commands.convert.fresh_optimizer import begun_at, weights_for_masters, with_run_state
 from ckpt_tools.commands.convert.options import ConvertOptions
+from ckpt_tools.commands.convert.relayout import (
+    need_job,
+    need_other_job,
+    plain_layout,
+    prepare_plain,
+    prepare_relayout,
+)
 from ckpt_tools.commands.convert.version_2 import VERSION_1, VERSION_2, for_version_1, for_version_2
-from ckpt_tools.commands.convert.warm_start import begun_at, weights_for_masters, with_run_state
 from ckpt_tools.commands.job.conversion import (
     Conversion,
     CutRows,
+    Prepared,
     Progress,
     Writer,
     convert,
@@ -74,8 +82,6 @@ def convert_to_fsdp_dtensor(
 def plan_fsdp_dtensor(opened: Opened, options: ConvertOptions, world: int) -> Conversion:
     """Everything up to the first byte; `world` processes convert."""
     if opened.location.kind == "fsdp_dtensor":
-        from ckpt_tools.commands.convert.relayout import need_other_job
-
         need_other_job(opened.location, options)
     if stays_plain(opened, options):
         return plan_plain(opened, options, world)
@@ -92,7 +98,7 @@ def stays_plain(opened: Opened, options: ConvertOptions) -> bool:
     return not is_megatron(read_state_dict(opened.catalog))
 
 
-def prepare_output(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversion:
+def prepare_output(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared:
     """As `prepare`, under the names that the version of Megatron-FSDP has whose layout is asked for."""
     prepared = prepare(opened, options, layout)
     if prepared.to == "dcp":
@@ -102,18 +108,14 @@ def prepare_output(opened: Opened, options: ConvertOptions, layout: Layout) -> C
     return for_version_2(prepared, opened.common, layout) if layout.name == VERSION_2 else prepared
 
 
-def prepare(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversion:
+def prepare(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared:
     """The checkpoint as the `fsdp_dtensor` checkpoint that a job of `layout` loads.
 
     Raises the errors of `convert_to_fsdp_dtensor` up to its plan.
     """
     if opened.location.kind == "fsdp_dtensor":
-        from ckpt_tools.commands.convert.relayout import prepare_relayout
-
         return prepare_relayout(opened, options, layout)
     if stays_plain(opened, options):
-        from ckpt_tools.commands.convert.relayout_plain import prepare_plain
-
         return prepare_plain(opened, options, layout)
     if opened.location.kind != "dcp":
         need_torch_dist(opened)
@@ -126,8 +128,6 @@ def prepare(opened: Opened, options: ConvertOptions, layout: Layout) -> Conversi
 
 def plan_plain(opened: Opened, options: ConvertOptions, world: int) -> Conversion:
     """A plain state dict for another job."""
-    from ckpt_tools.commands.convert.relayout_plain import need_job, plain_layout, prepare_plain
-
     need_job(opened.location, options)
     layout = plain_layout(options.layout or Layout(world=world, of_job=False))
     return planned(opened, prepare_plain(opened, options, layout), options, layout)
@@ -139,7 +139,7 @@ def prepare_model(
     options: TargetOptions,
     layout: Layout,
     to: Literal["fsdp_dtensor", "dcp"] = "fsdp_dtensor",
-) -> Conversion:
+) -> Prepared:
     """The model as a job of `layout` loads it; `files` are those of its source."""
     as_read, asked = model, options
     check_fresh(options)
@@ -162,14 +162,13 @@ def prepare_model(
     in_place = any(MASTER in p.values and WEIGHT not in p.values for p in as_read.parameters)
     left_out = MASTER in as_read.roles or as_read.unread  # a fresh optimizer's are not the source's
 
-    def without_masters(note: str) -> Conversion:
+    def without_masters(note: str) -> Prepared:
         without = weights_for_masters if asked.fresh_optimizer else without_optimizer
         return prepare_model(without(as_read, note), files, asked, layout, to)
 
-    return Conversion(
+    return Prepared(
         to=to,
         loader=built.dialect.name,
-        iteration=None,
         catalog=model.catalog,
         target=built.target,
         extra_files=with_record(small, job.record),
@@ -183,26 +182,19 @@ def prepare_model(
         fp8_recipe=model.settings.fp8_recipe,
         must_be_zero=tuple(_cut_rows(built.vocab)),
         without_masters=without_masters if asked.weights_only else None,
-        model=lambda: target_model(built, model.common),
+        live_model=lambda: target_model(built, model.common),
         archives=partial(object_archives, built.target.objects),
     )
 
 
-def planned(opened: Opened, prepared: Conversion, options: ConvertOptions, layout: Layout) -> Conversion:
+def planned(opened: Opened, prepared: Prepared, options: ConvertOptions, layout: Layout) -> Conversion:
     """The conversion for the ranks of `layout`."""
-
-    def without_masters(note: str) -> Conversion:
-        assert prepared.without_masters is not None
-        return planned(opened, prepared.without_masters(note), options, layout)
-
-    return replace(
-        prepared,
+    again = prepared.without_masters
+    return prepared.planned(
+        layout,
         iteration=begun_at(opened.location, options.target).iteration,
-        plan=prepared.lay_out(layout),
         check_masters=options.check_masters,
-        without_masters=None if prepared.without_masters is None else without_masters,
-        model=None,  # it is large, and not asked again
-        archives=None,
+        without_masters=None if again is None else lambda note: planned(opened, again(note), options, layout),
     )
 
 

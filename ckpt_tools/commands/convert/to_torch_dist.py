@@ -159,12 +159,12 @@ def write_torch_dist(model: Model, opened: Opened, options: TorchDistOptions, wo
         return write_torch_dist(without_optimizer(model, note), opened, options, world)
 
     return Conversion(
-        "torch_dist",
-        built.record.target or "main",
-        opened.location.iteration,
-        model.catalog,
-        built.target,
-        build_plan(model.catalog, built.target, slice_placement(world), world, archives),
+        to="torch_dist",
+        loader=built.record.target or "main",
+        iteration=opened.location.iteration,
+        catalog=model.catalog,
+        target=built.target,
+        plan=build_plan(model.catalog, built.target, slice_placement(world), world, archives),
         extra_files=read_bridge_files(opened.files)
         | {
             METADATA_JSON: METADATA_JSON_TEXT.encode(),

@@ -18,7 +18,7 @@ from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.model.target import Target
 
 if TYPE_CHECKING:  # `diff` asks for names alone, and is not to wait for all that writes
-    from ckpt_tools.commands.job.conversion import Conversion
+    from ckpt_tools.commands.job.conversion import Prepared
     from ckpt_tools.commands.job.placements import Layout
 
 VERSION_1, VERSION_2 = "mfsdp-v1", "mfsdp-v2"
@@ -29,20 +29,19 @@ _PREFIXES = ("model.", "optimizer.state.", GROUP_META)  # of the three kinds of 
 _NOTE = "named for Megatron-FSDP v2 (--megatron-fsdp-version 2 of Megatron-LM main)"
 
 
-def for_version_2(prepared: Conversion, common: CommonState, layout: Layout) -> Conversion:
+def for_version_2(prepared: Prepared, common: CommonState, layout: Layout) -> Prepared:
     """What v2 asks for, of what v1 does; what has the names of v2 keeps them."""
     _refuse(prepared, common, layout)
+    again = prepared.without_masters
     made = prepared if is_version_2(t.key for t in prepared.target.tensors) else _renamed(prepared, respelled)
     return replace(
         made,
         target=replace(made.target, notes=(*made.target.notes, _NOTE)),
-        without_masters=None
-        if prepared.without_masters is None
-        else lambda note: _again(prepared, note, common, layout),
+        without_masters=None if again is None else lambda note: for_version_2(again(note), common, layout),
     )
 
 
-def for_version_1(prepared: Conversion) -> Conversion:
+def for_version_1(prepared: Prepared) -> Prepared:
     """What v1 asks for, of a checkpoint that may have the names of v2."""
     if not is_version_2(t.key for t in prepared.target.tensors):
         return prepared
@@ -72,12 +71,7 @@ def is_version_2(keys: Iterable[str]) -> bool:
     return bool(own) and not any(key.startswith(of_version_1) for key in own)
 
 
-def _again(prepared: Conversion, note: str, common: CommonState, layout: Layout) -> Conversion:
-    assert prepared.without_masters is not None
-    return for_version_2(prepared.without_masters(note), common, layout)
-
-
-def _renamed(prepared: Conversion, rename: Rename) -> Conversion:
+def _renamed(prepared: Prepared, rename: Rename) -> Prepared:
     archives, target = prepared.archives, prepared.target
     renamed = replace(
         target,
@@ -89,7 +83,6 @@ def _renamed(prepared: Conversion, rename: Rename) -> Conversion:
             replace(o, key=rename(o.key), path=_path(o.path, rename(o.key))) for o in target.objects
         ),
     )
-    assert archives is not None  # nothing is laid out yet
     return replace(
         prepared, target=renamed, archives=lambda: ((rename(key), data) for key, data in archives())
     )
@@ -106,7 +99,7 @@ def _path(path: Path, key: str) -> Path:
     return (*path[:at], key[len(before) : len(key) - len(after)], *path[at + 1 :])
 
 
-def _refuse(prepared: Conversion, common: CommonState, layout: Layout) -> None:
+def _refuse(prepared: Prepared, common: CommonState, layout: Layout) -> None:
     if prepared.loader not in (None, "main"):
         raise UsageError(
             f"--layout {VERSION_2}: Megatron-FSDP v2 is a part of Megatron-LM main, not of {prepared.loader}; "

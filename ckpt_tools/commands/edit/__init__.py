@@ -2,7 +2,6 @@
 
 * `modify`: `modify-state-dict`
 * `slice`: `slice`
-* `slice_plain`: of a plain state dict
 * `strip`: `strip`
 * `average`: `average`
 * `mean_targets`: of which stored tensors each tensor of a mean is made

@@ -7,37 +7,38 @@ everything else are those of the last checkpoint.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Final
 
 from ckpt_tools.commands.edit.mean_targets import Parts, check_alike, mean_targets, parts_of
-from ckpt_tools.commands.huggingface.folder import (
-    CONFIG,
-    read_assets,
-    weight_files,
+from ckpt_tools.commands.huggingface.folder import CONFIG, read_assets, weight_files
+from ckpt_tools.commands.job.conversion import (
+    Conversion,
+    EditOptions,
+    Progress,
+    Writer,
+    carry_out,
+    like_to_like,
+    open_source,
 )
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
-from ckpt_tools.commands.job.outputs import output_directory, refuse_overlap
-from ckpt_tools.commands.job.report import Masters
-from ckpt_tools.commands.job.rewrite import Edited, EditOptions, rewrite, use_of_masters
+from ckpt_tools.commands.job.outputs import refuse_overlap
+from ckpt_tools.commands.job.report import ConversionReport, Edits, Masters
+from ckpt_tools.commands.job.rewrite import rewrite, use_of_masters
 from ckpt_tools.errors import UsageError, VerificationError
-from ckpt_tools.execute.processes.ranks import Ranks
-from ckpt_tools.execute.processes.workers import shared_out
 from ckpt_tools.execute.proof.check_masters import check_masters
 from ckpt_tools.execute.proof.prove_source import prove_payloads
-from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
+from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.formats.safetensors.catalog import INDEX_FILE, MAX_INDEX_BYTES
-from ckpt_tools.formats.storage.files import AnyPath, Files, path_text, read_whole
+from ckpt_tools.formats.storage.files import AnyPath, path_text, read_whole
 from ckpt_tools.formats.storage.joined_files import JoinedFiles
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
-from ckpt_tools.model.box import Box, full_box
+from ckpt_tools.megatron.run_state.settings import read_settings
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.target import Target, TargetObject, TargetTensor
-from ckpt_tools.model.transfers import Plan
 from ckpt_tools.model.views import Source
-from ckpt_tools.plan.build import Placement
 from ckpt_tools.plan.weight_files import build_safetensors_plan
 
 _HOW: Final = "sample"  # of every master some rows
@@ -53,9 +54,10 @@ class AverageOptions(EditOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Averaged(Edited):
-    """What `average` did; `source` is the last, of which all is that no mean is taken of."""
+class Averaged:
+    """What `average` did; the report is on the last source, of which all is that no mean is taken of."""
 
+    report: ConversionReport
     sources: tuple[str, ...]
     weights: tuple[float, ...]  # of the sources, together 1
     given: tuple[float, ...] | None  # as they were given, before they were divided by their sum
@@ -68,7 +70,7 @@ def average_checkpoints(
     sources: Sequence[AnyPath],
     output: AnyPath,
     options: AverageOptions | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Averaged:
     """Write the mean of the checkpoints at `sources` to `output`, in the kind and the layout of the last.
 
@@ -94,21 +96,14 @@ def average_checkpoints(
         catalog, targets = mean_targets(opened, parts[-1], weights)
         last, files = opened[-1], JoinedFiles(one.files for one in opened)
         options = replace(options, write=_within_memory(options.write, len(paths)))
-        if last.location.kind == "safetensors":
-            plan, place = _safetensors(last, output, catalog, targets, options)
-            with shared_out(plan.bytes_to_write, options.write, Ranks(), place.directory) as (ranks, write):
-                written = write_checkpoint(plan, files, place, write, ranks=ranks, progress=progress)
-        else:
-            written = _dcp(paths[-1], last, output, catalog, targets, files, options, progress)
+        plan = _plan_safetensors if last.location.kind == "safetensors" else _plan_dcp
+        made = replace(plan(last, catalog, targets), masters=masters.use)
+        writer = Writer(open_source, like_to_like, lambda _opened, _options, _world: made)
+        done = carry_out(
+            paths[-1], replace(last, files=files), output, writer, options, progress, options.dry_run
+        )
     return Averaged(
-        source=paths[-1],
-        output=output,
-        source_format=last.location.kind,
-        tensors=len(targets),
-        objects=len(last.catalog.objects),
-        masters=masters,
-        written=written,
-        left_out=last.location.left_out,
+        report=replace(done, masters=masters),
         sources=tuple(paths),
         weights=weights,
         given=options.weights,
@@ -192,84 +187,43 @@ def _check_masters(opened: Opened, parts: Parts, threads: int) -> Masters:
         targets,
         _HOW,
         threads=threads,
-        fp8_recipe=_fp8_recipe(opened),
+        fp8_recipe=read_settings(opened.common).fp8_recipe,
         advice=f"`strip {path} OUT` keeps the weights alone; average what it makes of every source.",
     )
     return Masters("written", _HOW, report)
 
 
-def _fp8_recipe(opened: Opened) -> str | None:
-    from ckpt_tools.megatron.run_state.settings import read_settings
-
-    return read_settings(opened.common).fp8_recipe
-
-
-def _dcp(
-    source: str,
-    last: Opened,
-    output: str,
-    catalog: Catalog,
-    targets: tuple[TargetTensor, ...],
-    files: Files,
-    options: AverageOptions,
-    progress: Callable[[int, int], None] | None,
-) -> WriteReport:
-    """Write a torch distributed checkpoint with the last one's objects, files and chunks."""
+def _plan_dcp(last: Opened, catalog: Catalog, targets: tuple[TargetTensor, ...]) -> Conversion:
+    """A torch distributed checkpoint with the last one's objects, files and chunks."""
     stored, paths = last.catalog, last.catalog.planner_paths
-    objects = tuple(TargetObject(key, None, paths.get(key, ())) for key in stored.objects)
     return rewrite(
-        source,
         last,
-        output,
-        Target(targets, objects=objects),
+        Target(targets, objects=tuple(TargetObject(key, None, paths.get(key, ())) for key in stored.objects)),
         ((key, read_archive(last.files, entry.item)) for key, entry in stored.objects.items()),
-        options,
+        Edits(),
         catalog=catalog,
         original_shapes=stored.original_shapes,
-        placement=_as_in(stored),
-        files=files,
-        progress=progress,
+        chunks_of=lambda tensor: tensor.key,
     )
 
 
-def _as_in(stored: Catalog) -> tuple[Placement, int]:
-    """A placement of every tensor in the chunks and, by number, the files that it has in `stored`."""
-    names = {chunk.item.file for entry in stored.tensors.values() for chunk in entry.chunks}
-    rank = {name: i for i, name in enumerate(sorted(names))}
-
-    def place(tensor: TargetTensor) -> Sequence[tuple[int, Box]]:
-        chunks = stored.tensors[tensor.key].chunks
-        return [(rank[chunk.item.file], chunk.box) for chunk in chunks] or [(0, full_box(tensor.shape))]
-
-    return place, max(len(rank), 1)
-
-
-def _safetensors(
-    last: Opened,
-    output: str,
-    catalog: Catalog,
-    targets: tuple[TargetTensor, ...],
-    options: AverageOptions,
-) -> tuple[Plan, Output]:
-    """The plan of a Hugging Face model in the last one's files, with its config and tokenizer."""
+def _plan_safetensors(last: Opened, catalog: Catalog, targets: tuple[TargetTensor, ...]) -> Conversion:
+    """A Hugging Face model in the last one's files, with its config and tokenizer."""
     weights, index = weight_files(last.catalog, targets)
-    plan = build_safetensors_plan(catalog, weights, {})
-    place = Output(
-        output_directory(output),
-        extra_files=_small_files(last) | index,
-        is_dcp=False,
-        overwrite=options.overwrite,
-        resume=options.resume,
-    )
-    return plan, place
-
-
-def _small_files(last: Opened) -> dict[str, bytes]:
     limits = {CONFIG: MAX_INDEX_BYTES, INDEX_FILE: MAX_INDEX_BYTES}
     kept = {
         name: read_whole(last.files, name, limit) for name, limit in limits.items() if last.files.exists(name)
     }
-    return read_assets(last.location.path, has_code=True).files | kept
+    return Conversion(
+        to="hf",
+        loader=None,
+        iteration=None,
+        catalog=catalog,
+        target=Target(targets),
+        plan=build_safetensors_plan(catalog, weights, {}),
+        extra_files=read_assets(last.location.path, has_code=True).files | kept | index,
+        edits=Edits(),
+    )
 
 
 def _within_memory(write: WriteOptions, sources: int) -> WriteOptions:

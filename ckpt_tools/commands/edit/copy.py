@@ -12,13 +12,11 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpt_tools.commands.job.iterations import all_iterations, holds, is_being_written
+from ckpt_tools.commands.job.iterations import convert_iterations
 from ckpt_tools.commands.job.opened import open_checkpoint, warn_of_iteration
 from ckpt_tools.commands.job.outputs import choose_output, is_root
 from ckpt_tools.errors import (
     CkptError,
-    Interrupted,
-    Terminated,
     UnsupportedCheckpointError,
     UsageError,
     VerificationError,
@@ -139,23 +137,19 @@ def copy_checkpoint(
         return CopyReport((_copy(source, output, options, progress),))
     if options.iteration is not None:
         raise UsageError("one iteration is asked for, and all of them; give one of both")
-    numbers, latest = all_iterations(source)
-    there = (
-        [] if options.overwrite else [n for n in numbers if n is not None and holds(source, output, n, ())]
+    outcomes = convert_iterations(
+        source,
+        output,
+        (),
+        options.overwrite,
+        lambda number, tracker: _copy(source, output, replace(options, iteration=number), progress, tracker),
     )
-    copied, failed, unfinished = list[Copied](), list[tuple[int | None, CkptError]](), list[int]()
-    for number in (n for n in numbers if n not in there):
-        chosen = replace(options, iteration=number)
-        try:
-            copied.append(_copy(source, output, chosen, progress, tracker=latest not in there))
-        except (Interrupted, Terminated):
-            raise
-        except CkptError as error:
-            if number is not None and is_being_written(source, number):
-                unfinished.append(number)
-            else:
-                failed.append((number, error))
-    return CopyReport(tuple(copied), tuple(there), tuple(unfinished), tuple(failed))
+    return CopyReport(
+        tuple(one.report for one in outcomes if one.report is not None),
+        tuple(one.iteration for one in outcomes if one.was_there and one.iteration is not None),
+        tuple(one.iteration for one in outcomes if one.is_unfinished and one.iteration is not None),
+        tuple((one.iteration, one.error) for one in outcomes if one.error is not None),
+    )
 
 
 def _copy(

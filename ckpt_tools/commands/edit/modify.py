@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ckpt_tools.commands.job.opened import Opened, open_checkpoint
-from ckpt_tools.commands.job.rewrite import Edited, EditOptions, need_dcp, rewrite
+from ckpt_tools.commands.job.conversion import Conversion, EditOptions, Progress
+from ckpt_tools.commands.job.opened import Opened
+from ckpt_tools.commands.job.report import ConversionReport, Edits
+from ckpt_tools.commands.job.rewrite import edit, need_dcp, rewrite
 from ckpt_tools.errors import MappingError, UsageError, list_problems
 from ckpt_tools.formats.storage.files import AnyPath, path_text
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
+from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.target import Target, TargetObject, TargetTensor
 from ckpt_tools.model.views import Source
 
@@ -31,8 +34,8 @@ def modify_state_dict(
     output: AnyPath,
     operations: Sequence[str],
     options: EditOptions | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Edited:
+    progress: Progress | None = None,
+) -> ConversionReport:
     """Write the checkpoint at `source` to `output` with `operations` carried out on its keys.
 
     Removals come first; of several renames the first whose pattern is found in a key wins (`re.search`, `re.sub`).
@@ -42,38 +45,35 @@ def modify_state_dict(
         MappingError: two keys would get the same name.
         Otherwise the errors of opening, planning and writing.
     """
-    source, output = path_text(source), path_text(output)
-    options = options or EditOptions()
     parsed = [parse_operation(text) for text in operations]
     if not parsed:
         raise UsageError(
             'nothing to do; give at least one --op "remove REGEX" or --op "rename REGEX REPLACEMENT"'
         )
-    with open_checkpoint(source, options.iteration, options.trust_pickle, of_run=True) as opened:
-        need_dcp(opened)
-        catalog = opened.catalog
-        keys = [*catalog.tensors, *catalog.objects]
-        names = new_names(keys, parsed)
-        target = _target(opened, names)
-        items = [(names[key], entry.item) for key, entry in catalog.objects.items() if key in names]
-        blobs = ((name, read_archive(opened.files, item)) for name, item in items)
-        shapes = catalog.original_shapes
-        if shapes is not None:
-            shapes = {names[key]: shape for key, shape in shapes.items() if key in names}
-        report = rewrite(
-            source, opened, output, target, blobs, options, original_shapes=shapes, progress=progress
-        )
-    return Edited(
-        source=source,
-        output=output,
-        source_format=opened.location.kind,
-        tensors=len(target.tensors),
-        objects=len(target.objects),
+    return edit(
+        path_text(source),
+        path_text(output),
+        lambda opened: _plan(opened, parsed),
+        options or EditOptions(),
+        progress,
+    )
+
+
+def _plan(opened: Opened, operations: Sequence[Operation]) -> Conversion:
+    need_dcp(opened)
+    catalog = opened.catalog
+    keys = [*catalog.tensors, *catalog.objects]
+    names = new_names(keys, operations)
+    shapes = catalog.original_shapes
+    if shapes is not None:
+        shapes = {names[key]: shape for key, shape in shapes.items() if key in names}
+    edits = Edits(
         removed=tuple(key for key in keys if key not in names),
         renamed={key: name for key, name in names.items() if key != name},
-        written=report,
-        left_out=opened.location.left_out,
     )
+    kept = ((names[key], entry.item) for key, entry in catalog.objects.items() if key in names)
+    archives = ((name, read_archive(opened.files, item)) for name, item in kept)
+    return rewrite(opened, _target(catalog, names), archives, edits, original_shapes=shapes)
 
 
 def parse_operation(text: str) -> Operation:
@@ -123,8 +123,8 @@ def new_names(keys: Iterable[str], operations: Sequence[Operation]) -> dict[str,
     return names
 
 
-def _target(opened: Opened, names: dict[str, str]) -> Target:
-    catalog, paths = opened.catalog, opened.catalog.planner_paths
+def _target(catalog: Catalog, names: dict[str, str]) -> Target:
+    paths = catalog.planner_paths
     return Target(
         tensors=tuple(
             TargetTensor(names[k], e.dtype, e.shape, (Source(k),), new_path(paths.get(k, (k,)), names[k]))

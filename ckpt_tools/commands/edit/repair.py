@@ -5,16 +5,25 @@ The rest stays, byte for byte and chunk by chunk. Weights and masters keep their
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from ckpt_tools.commands.edit.mend_keys import Change, mend_keys, mended_target
-from ckpt_tools.commands.job.opened import Opened, open_checkpoint
-from ckpt_tools.commands.job.rewrite import EditOptions, rewrite
+from ckpt_tools.commands.edit.mend_keys import Change, MendedKeys, mend_keys, mended_target
+from ckpt_tools.commands.job.conversion import (
+    Conversion,
+    EditOptions,
+    Progress,
+    Writer,
+    carry_out,
+    like_to_like,
+    open_source,
+)
+from ckpt_tools.commands.job.opened import Opened
+from ckpt_tools.commands.job.report import ConversionReport, Edits
+from ckpt_tools.commands.job.rewrite import rewrite
 from ckpt_tools.errors import UnsupportedCheckpointError
-from ckpt_tools.execute.proof.check_masters import check_masters
-from ckpt_tools.execute.run import WriteReport
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
+
+RepairOptions = EditOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,26 +32,16 @@ class Repaired:
 
     source: str
     output: str
-    format: str
     changes: tuple[Change, ...]
-    tensors: int
-    objects: int
-    written: WriteReport | None  # None: a dry run, or nothing to repair
-    left_out: tuple[str, ...] = ()  # as of `Edited`
-
-
-@dataclass(frozen=True, slots=True)
-class RepairOptions(EditOptions):
-    """How a repaired copy is made."""
-
-    dry_run: bool = False  # find and prove everything, write nothing
+    left_out: tuple[str, ...]  # a line for each thing beside the source's tensors that stays behind
+    report: ConversionReport | None  # None: there is nothing to repair
 
 
 def repair_checkpoint(
     source: str,
     output: str,
     options: RepairOptions | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Repaired:
     """Write what the checkpoint at `source` was meant to be to `output`; `source` stays as it is.
 
@@ -55,50 +54,41 @@ def repair_checkpoint(
         Otherwise the errors of opening, reading, planning and writing.
     """
     options = options or RepairOptions()
-    with open_checkpoint(source, options.iteration, options.trust_pickle, of_run=True) as opened:
-        if opened.location.kind == "fsdp_dtensor":
-            return _repair_keys(source, output, opened, options, progress)
-        raise UnsupportedCheckpointError(
-            f"{opened.location.path} is {opened.location.kind}. repair corrects keys of fsdp_dtensor checkpoints and "
-            "nothing else: it changes no weights and no masters. `verify --content` shows what is damaged; use "
-            "another iteration, or a copy of the damaged file"
-        )
+    with open_source(source, options) as opened:
+        location, catalog, files = opened.location, opened.catalog, opened.files
+        if location.kind != "fsdp_dtensor":
+            raise UnsupportedCheckpointError(
+                f"{location.path} is {location.kind}. repair corrects keys of fsdp_dtensor checkpoints and nothing "
+                "else: it changes no weights and no masters. `verify --content` shows what is damaged; use another "
+                "iteration, or a copy of the damaged file"
+            )
+
+        def is_same(a: str, b: str) -> bool:
+            return read_archive(files, catalog.objects[a].item) == read_archive(
+                files, catalog.objects[b].item
+            )
+
+        made, done = mend_keys(catalog, opened.common, is_same), None
+        if made.changes:
+            writer = Writer(open_source, like_to_like, lambda opened, _options, _world: _plan(opened, made))
+            done = carry_out(source, opened, output, writer, options, progress, options.dry_run)
+    return Repaired(source, output, tuple(made.changes), location.left_out, done)
 
 
-def _repair_keys(
-    source: str,
-    output: str,
-    opened: Opened,
-    options: RepairOptions,
-    progress: Callable[[int, int], None] | None,
-) -> Repaired:
-    catalog, files = opened.catalog, opened.files
-
-    def archive(key: str) -> bytes:
-        return read_archive(files, catalog.objects[key].item)
-
-    made = mend_keys(catalog, opened.common, lambda a, b: archive(a) == archive(b))
-    if not made.changes:
-        return _nothing(source, output, opened)
-    advice = "They cannot take its place: a checkpoint that is half of another step cannot be repaired."
-    check_masters(files, catalog, made.must_round, "all", threads=options.write.threads, advice=advice)
-    target = mended_target(catalog, made)
-    blobs = ((name, archive(key)) for key, name in made.names.items() if key in catalog.objects)
-    written = None
-    if not options.dry_run:
-        written = rewrite(source, opened, output, target, blobs, options, progress=progress)
-    return Repaired(
-        source,
-        output,
-        "fsdp_dtensor",
-        tuple(made.changes),
-        len(target.tensors),
-        len(target.objects),
-        written,
-        opened.location.left_out,
+def _plan(opened: Opened, made: MendedKeys) -> Conversion:
+    stored = opened.catalog.objects
+    archives = (
+        (name, read_archive(opened.files, stored[key].item))
+        for key, name in made.names.items()
+        if key in stored
     )
-
-
-def _nothing(source: str, output: str, opened: Opened) -> Repaired:
-    """Of a sound checkpoint, as far as is known: it is left where it is."""
-    return Repaired(source, output, opened.location.kind, (), 0, 0, None, opened.location.left_out)
+    return rewrite(
+        opened,
+        mended_target(opened.catalog, made),
+        archives,
+        Edits(),
+        masters="as_stored",
+        must_round=made.must_round,
+        check_masters="all",
+        advice="They cannot take its place: a checkpoint that is half of another step cannot be repaired.",
+    )

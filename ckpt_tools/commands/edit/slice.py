@@ -7,21 +7,26 @@ out as `fully_reshardable`: a part of a bucket is not a bucket.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_tools.commands.edit.slice_plain import PlainCut, plain_cut, renamer
-from ckpt_tools.commands.job.opened import Opened, open_checkpoint
+from ckpt_tools.commands.edit.modify import new_path
+from ckpt_tools.commands.job.conversion import Conversion, EditOptions, Progress
+from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.read_model import shared_by
-from ckpt_tools.commands.job.rewrite import Edited, EditOptions, rewrite
+from ckpt_tools.commands.job.report import ConversionReport, Edits
+from ckpt_tools.commands.job.rewrite import edit, rewrite
 from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.pickle.unpickle import StandIn
 from ckpt_tools.formats.storage.files import AnyPath, path_text, read_whole
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
 from ckpt_tools.formats.torch_archive.object_writer import dump_archive
 from ckpt_tools.formats.untrusted_documents import parse_yaml
+from ckpt_tools.megatron.dcp.read import group_members, numbered
+from ckpt_tools.megatron.dcp.state_dict import OptimizerKeys, StateDict, read_state_dict
 from ckpt_tools.megatron.format import FORMATS
+from ckpt_tools.megatron.fsdp_dtensor.read import SmallValues
 from ckpt_tools.megatron.huggingface.vision.tower_targets import changed_record
 from ckpt_tools.megatron.huggingface.vision.towers import TEXT
 from ckpt_tools.megatron.huggingface.vision.vision_language import VISION
@@ -30,6 +35,7 @@ from ckpt_tools.megatron.keys import (
     ObjectShard,
     is_of_transformers,
     is_optimizer_key,
+    layer_of,
     name_start,
     object_shard,
     shard_key,
@@ -49,6 +55,32 @@ from ckpt_tools.model.views import Narrow, Source, Step
 
 _NUMBER = re.compile(r"(\d+)(?=\.)")
 _NATURAL = ("none", "fully_reshardable", "non_distributed")
+
+
+Rename = Callable[[str], "str | None"]
+"""A parameter's name with its layer renumbered, None for a layer that is left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainCut:
+    """What every key is called in the slice (None: left out), and the objects that say something else there."""
+
+    names: Mapping[str, str | None]
+    values: Mapping[str, Any]
+
+    def path(self, key: str, path: Sequence[str | int]) -> tuple[str | int, ...]:
+        """The planner path of a key that stays; a number stays a number."""
+        name = self.names[key]
+        if name is None or name == key:
+            return tuple(path)
+        old = tuple(path)
+        made = new_path(old, name)
+        if len(made) != len(old):
+            return made
+        return tuple(
+            int(new) if isinstance(was, int) and str(new).isdecimal() else new
+            for was, new in zip(old, made, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +142,8 @@ def slice_layers(
     layers: str,
     block: str | None = None,
     options: EditOptions | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Edited:
+    progress: Progress | None = None,
+) -> ConversionReport:
     """Write layers `start:stop` of the checkpoint at `source` to `output`.
 
     `block` is the module that holds the layers; None for `decoder.layers.`, or the only one there is.
@@ -122,34 +154,36 @@ def slice_layers(
         MappingError: states are numbered, and nothing tells which parameters they are of.
         Otherwise the errors of opening, planning and writing.
     """
-    source, output = path_text(source), path_text(output)
-    options = options or EditOptions()
-    with open_checkpoint(source, options.iteration, options.trust_pickle, of_run=True) as opened:
-        kind = opened.location.kind
-        if kind == "safetensors":
-            raise UnsupportedCheckpointError(
-                f"{opened.location.path} is a Hugging Face model; only torch distributed checkpoints are sliced"
-            )
-        cut = choose_cut(opened, layers, block)
-        tensors, changed, catalog = _parts(opened, cut, options.write.workers)
-        objects, blobs = _objects(opened, cut, changed)
-        target = Target(tuple(tensors), objects=tuple(objects))
-        report = rewrite(
-            source, opened, output, target, blobs, options,
-            catalog=catalog, companions=_companions(opened, cut, changed), progress=progress,
-        )  # fmt: skip
-    keys = [*opened.catalog.tensors, *opened.catalog.objects]
-    renamed = {key: cut.key(key) for key in keys}
-    return Edited(
-        source=source,
-        output=output,
-        source_format=opened.location.kind,
-        tensors=len(target.tensors),
-        objects=len(target.objects),
+    chosen = options or EditOptions()
+    return edit(
+        path_text(source),
+        path_text(output),
+        lambda opened: _plan(opened, layers, block, chosen.write.workers),
+        chosen,
+        progress,
+    )
+
+
+def _plan(opened: Opened, layers: str, block: str | None, workers: int | None) -> Conversion:
+    if opened.location.kind == "safetensors":
+        raise UnsupportedCheckpointError(
+            f"{opened.location.path} is a Hugging Face model; only torch distributed checkpoints are sliced"
+        )
+    cut = choose_cut(opened, layers, block)
+    tensors, changed, catalog = _parts(opened, cut, workers)
+    objects, archives = _objects(opened, cut, changed)
+    renamed = {key: cut.key(key) for key in (*opened.catalog.tensors, *opened.catalog.objects)}
+    edits = Edits(
         removed=tuple(key for key, name in renamed.items() if name is None),
         renamed={key: name for key, name in renamed.items() if name not in (None, key)},
-        written=report,
-        left_out=opened.location.left_out,
+    )
+    return rewrite(
+        opened,
+        Target(tuple(tensors), objects=tuple(objects)),
+        archives,
+        edits,
+        catalog=catalog,
+        companions=_companions(opened, cut, changed),
     )
 
 
@@ -190,8 +224,94 @@ def choose_cut(opened: Opened, layers: str, block: str | None) -> Cut:
     start, stop = int(match[1] or 0), int(match[2] or count)
     if not 0 <= start < stop <= count:
         raise UsageError(f"--layers {layers}: {block} has layers 0:{count}, and at least one must be left")
-    plain = plain_cut(opened, renamer(block, start, stop)) if kind == "dcp" else None
+    plain = _plain_cut(opened, _renamer(block, start, stop)) if kind == "dcp" else None
     return Cut(block, start, stop, count, fsdp=kind == "fsdp_dtensor", plain=plain)
+
+
+def _renamer(block: str, start: int, stop: int) -> Rename:
+    """For the layers `[start, stop)` of the block `layers.` or `decoder.layers.`."""
+
+    def rename(name: str) -> str | None:
+        layer = layer_of(name)
+        if layer is None or layer.block != block:
+            return name
+        kept = start <= layer.number < stop
+        return f"{block}{layer.number - start}.{layer.leaf}" if kept else None
+
+    return rename
+
+
+def _plain_cut(opened: Opened, rename: Rename) -> PlainCut:
+    """The keys of a slice of the checkpoint."""
+    catalog = opened.catalog
+    found = read_state_dict(catalog)
+    names: dict[str, str | None] = {key: key for key in (*catalog.tensors, *catalog.objects)}
+    values: dict[str, Any] = {}
+    for key in found.others:  # extra states and buffers that no optimizer knows
+        if key.startswith(found.model) and layer_of(key.removeprefix(found.model)):
+            names[key] = _joined(found.model, rename(key.removeprefix(found.model)))
+    for name, key in found.weights.items():
+        names[key] = _joined(found.model, rename(name))
+    reader = SmallValues(opened.files, opened.trust_pickle)
+    for optimizer in found.optimizers:
+        if optimizer.form == "by_number":
+            _by_number(optimizer, found, opened, rename, names, values, reader)
+        else:
+            names |= dict(_by_name(optimizer, rename))
+        if optimizer.form == "by_name":
+            members = group_members(optimizer, catalog, reader)
+            for owner, kept in zip(sorted(optimizer.groups, key=int), members, strict=True):
+                if "params" in optimizer.groups[owner]:
+                    values[optimizer.groups[owner]["params"]] = [
+                        n.removeprefix(optimizer.prefix) for old in kept if (n := rename(old)) is not None
+                    ]
+    return PlainCut(names, values)
+
+
+def _joined(head: str, name: str | None) -> str | None:
+    return None if name is None else f"{head}{name}"
+
+
+def _by_name(optimizer: OptimizerKeys, rename: Rename) -> Iterator[tuple[str, str | None]]:
+    parts = [("state", optimizer.states)]
+    if optimizer.form == "flattened":
+        parts.append(("param_groups", optimizer.groups))
+    for part, owned in parts:
+        head = f"{optimizer.root}{part}."
+        for owner, keys in owned.items():
+            name, old = rename(owner), owner.removeprefix(optimizer.prefix)
+            for key in keys.values():
+                tail = key[len(head) + len(old) :]
+                yield key, None if name is None else f"{head}{name.removeprefix(optimizer.prefix)}{tail}"
+
+
+def _by_number(
+    optimizer: OptimizerKeys,
+    found: StateDict,
+    opened: Opened,
+    rename: Rename,
+    names: dict[str, str | None],
+    values: dict[str, Any],
+    reader: SmallValues,
+) -> None:
+    """Numbers count through what stays; masters, named by their place in a group, do so inside of it."""
+    members = group_members(optimizer, opened.catalog, reader)
+    of_number, masters = numbered(optimizer, members, found, opened.catalog, None)
+    anew: dict[int, int] = {}
+    for group, (owner, numbers) in enumerate(zip(sorted(optimizer.groups, key=int), members, strict=True)):
+        kept = [number for number in numbers if rename(of_number[number]) is not None]
+        anew |= {number: len(anew) + at for at, number in enumerate(kept)}
+        if "params" in optimizer.groups[owner]:
+            values[optimizer.groups[owner]["params"]] = [anew[number] for number in kept]
+        for number in numbers:
+            if number in masters:
+                head = masters[number].rpartition(".")[0].rpartition(".")[0]
+                names[masters[number]] = f"{head}.{group}.{kept.index(number)}" if number in kept else None
+    head = f"{optimizer.root}state."
+    for owner, keys in optimizer.states.items():
+        for key in keys.values():
+            tail = key[len(head) + len(owner) :]
+            names[key] = f"{head}{anew[int(owner)]}{tail}" if int(owner) in anew else None
 
 
 def _kept_tensors(opened: Opened, cut: Cut, keys: Sequence[str]) -> list[TargetTensor]:

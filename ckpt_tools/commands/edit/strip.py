@@ -7,22 +7,31 @@ asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
+from dataclasses import replace
 from typing import Any
 
-from ckpt_tools.commands.convert.relayout_plain import masters_beside_weights
-from ckpt_tools.commands.convert.restart import begin_anew
+from ckpt_tools.commands.convert.fresh_optimizer import begun_at, plan_fresh
+from ckpt_tools.commands.convert.relayout import masters_beside_weights
 from ckpt_tools.commands.convert.version_2 import is_version_2
-from ckpt_tools.commands.job.conversion import prove_rounding
-from ckpt_tools.commands.job.opened import Opened, open_checkpoint
+from ckpt_tools.commands.job.conversion import (
+    Conversion,
+    EditOptions,
+    Progress,
+    Writer,
+    convert,
+    like_to_like,
+    not_compared,
+    open_source,
+    with_note,
+)
+from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.read_model import GO_ON_UNPROVEN, Wanted, master_targets, read_beside_masters
-from ckpt_tools.commands.job.report import Masters, MastersUse
-from ckpt_tools.commands.job.rewrite import Edited, EditOptions, rewrite, use_of_masters
+from ckpt_tools.commands.job.report import ConversionReport, Edits, MastersUse
+from ckpt_tools.commands.job.rewrite import edit, rewrite, use_of_masters
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
-from ckpt_tools.execute.processes.ranks import Ranks
-from ckpt_tools.execute.proof.check_masters import MastersReport
-from ckpt_tools.execute.run import WriteOptions
+from ckpt_tools.execute.run import Output, WriteOptions
+from ckpt_tools.formats.locate.detect import Location
 from ckpt_tools.formats.storage.files import AnyPath, path_text
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
 from ckpt_tools.formats.torch_archive.object_writer import dump_archive
@@ -32,7 +41,6 @@ from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, parameter_of
 from ckpt_tools.megatron.run_state.common_state import COMMON_FILE
 from ckpt_tools.megatron.torch_dist.write import OPTIMIZER_METADATA
-from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.choices import CheckLevel
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.roles import WEIGHT
@@ -43,24 +51,15 @@ _OF_THE_OPTIMIZER = ("optimizer", "opt_param_scheduler", "lr_scheduler", "rerun_
 _LAYOUT = frozenset(OPTIMIZER_METADATA)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stripped(Edited):
-    """What `strip` did; `removed` are keys, and entries of the common state."""
-
-    dtype: str | None  # that was asked for
-    cast: tuple[str, ...]  # keys with another element type than before
-    notes: tuple[str, ...] = ()  # on a fresh optimizer, or masters that were not compared
-
-
 def strip_checkpoint(
     source: AnyPath,
     output: AnyPath,
     dtype: str | None = None,
     options: EditOptions | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     fresh: TargetOptions | None = None,
     check_masters: CheckLevel = "sample",
-) -> Stripped:
+) -> ConversionReport:
     """Write the weights of the checkpoint at `source` to `output`, in its format.
 
     `dtype` casts the weights of an `fsdp_dtensor` checkpoint, which are fp32 masters; buffers keep their type.
@@ -73,108 +72,75 @@ def strip_checkpoint(
         VerificationError: masters that do not round to the stored weights.
         Otherwise the errors of opening, planning and writing.
     """
-    source, output = path_text(source), path_text(output)
-    options = options or EditOptions()
-    with open_checkpoint(source, options.iteration, options.trust_pickle, of_run=True) as opened:
-        _check_request(opened, dtype, fresh)
-        if fresh is not None:
-            return _begun_anew(source, opened, output, fresh, options, progress)
-        catalog = opened.catalog
-        kept = FORMATS[opened.location.kind].without_optimizer(catalog)
-        removed = [key for key in (*catalog.tensors, *catalog.objects) if key not in kept]
-        common = _stripped_common(opened.common.values)
-        entries = [f"{opened.common.source}: {name}" for name in opened.common.values if name not in common]
-        in_common = opened.common.source in ("common.pt", "common_state")
-        if not removed and not (in_common and entries):
-            raise UsageError(f"{opened.location.path} holds weights alone; there is nothing to leave out")
-        masters, notes = _proven(opened, check_masters, options.write)
-        if opened.location.kind == "dcp" and (more := read_state_dict(catalog).more):
-            notes += (f"kept since they may be weights: {', '.join(more[:3])}{', ...' if more[3:] else ''}",)
-        target = _target(opened, kept, dtype)
-        report = rewrite(
+    source, output, options = path_text(source), path_text(output), options or EditOptions()
+    if fresh is None:
+        return edit(
             source,
-            opened,
             output,
-            target,
-            ((o.key, _archive(opened, o.key, common)) for o in target.objects),
+            lambda opened: _plan(opened, dtype, check_masters, options.write),
             options,
-            companions=_common_file(opened, common),
-            progress=progress,
+            progress,
         )
-        types = {key: entry.dtype for key, entry in catalog.tensors.items()}
-        return Stripped(
-            source=source,
-            output=output,
-            source_format=opened.location.kind,
-            tensors=len(target.tensors),
-            objects=len(target.objects),
-            removed=(*removed, *(entries if in_common else ())),
-            masters=masters,
-            written=report,
-            left_out=opened.location.left_out,
-            dtype=dtype,
-            cast=tuple(t.key for t in target.tensors if t.dtype != types[t.key]),
-            notes=notes,
-        )
+    settings = replace(fresh, fresh_optimizer=True, weights_only=True)
+
+    def place(source: str, location: Location, output: str, options: EditOptions) -> Output:
+        return like_to_like(source, begun_at(location, settings), output, options)
+
+    def plan(opened: Opened, _options: EditOptions, _world: int) -> Conversion:
+        _check_request(opened, dtype, settings)
+        return plan_fresh(opened, settings)
+
+    return convert(source, output, Writer(open_source, place, plan), options, progress, options.dry_run)
 
 
-def _proven(opened: Opened, level: CheckLevel, write: WriteOptions) -> tuple[Masters, tuple[str, ...]]:
-    """What the masters that are left out say of the weights; a note where they say nothing."""
-    use = _use_of_masters(opened)
-    if level == "none" or use != "left_out":
-        return Masters(use), ()
-    try:
-        catalog, targets, recipe, unread = _masters_of(opened, write)
-        found = prove_rounding(opened.files, catalog, targets, level, write, Ranks(), recipe, GO_ON_UNPROVEN)
-    except (MappingError, UnsupportedCheckpointError) as error:
-        found, unread = MastersReport(), str(error).splitlines()[0].rstrip(":")
-    notes = (f"the weights were not compared with their masters: {unread}",) if unread else ()
-    return Masters(use, level if found.tensors else "none", found), notes
-
-
-def _masters_of(
-    opened: Opened, write: WriteOptions
-) -> tuple[Catalog, list[TargetTensor], str | None, str | None]:
-    """The masters beside weights and the catalog that has them, by which recipe of FP8; why they cannot be read."""
-    if opened.location.kind == "dcp":
-        targets = masters_beside_weights(opened)
-        lost = sum(len(one.masters) for one in read_state_dict(opened.catalog).optimizers) - len(targets)
-        unread = f"nothing tells whose {lost} of them are" if lost else None
-        return opened.catalog, targets, None, unread
-    model = read_beside_masters(opened, Wanted(unknown_keys=True), write)
-    return model.catalog, master_targets(model), model.settings.fp8_recipe, model.unread
-
-
-def _begun_anew(
-    source: str,
-    opened: Opened,
-    output: str,
-    fresh: TargetOptions,
-    options: EditOptions,
-    progress: Callable[[int, int], None] | None,
-) -> Stripped:
-    target, report = begin_anew(source, opened, output, fresh, options, progress)
-    stored = opened.catalog
-    types = {key: entry.dtype for key, entry in stored.tensors.items()}
-    written = {
-        *(t.key for t in target.tensors),
-        *(t.key for t in target.inline),
-        *(t.key for t in target.objects),
-    }
-    return Stripped(
-        source=source,
-        output=output,
-        source_format=opened.location.kind,
-        tensors=len(target.tensors),
-        objects=len(target.objects) + len(target.inline),
-        removed=tuple(key for key in (*stored.tensors, *stored.objects) if key not in written),
-        masters=Masters(use_of_masters(opened, "left_out")),
-        written=report,
-        left_out=opened.location.left_out,
-        dtype=None,
-        cast=tuple(t.key for t in target.tensors if t.key in types and t.dtype != types[t.key]),
-        notes=target.notes,
+def _plan(opened: Opened, dtype: str | None, check_masters: CheckLevel, write: WriteOptions) -> Conversion:
+    _check_request(opened, dtype, None)
+    catalog = opened.catalog
+    kept = FORMATS[opened.location.kind].without_optimizer(catalog)
+    removed = [key for key in (*catalog.tensors, *catalog.objects) if key not in kept]
+    common = _stripped_common(opened.common.values)
+    if opened.common.source in ("common.pt", "common_state"):
+        left_out = (name for name in opened.common.values if name not in common)
+        removed += [f"{opened.common.source}: {name}" for name in left_out]
+    if not removed:
+        raise UsageError(f"{opened.location.path} holds weights alone; there is nothing to leave out")
+    target = _target(opened, kept, dtype)
+    types = {key: entry.dtype for key, entry in catalog.tensors.items()}
+    made = rewrite(
+        opened,
+        target,
+        ((o.key, _archive(opened, o.key, common)) for o in target.objects),
+        Edits(removed=tuple(removed), cast=tuple(t.key for t in target.tensors if t.dtype != types[t.key])),
+        companions=_common_file(opened, common),
+        masters=_use_of_masters(opened),
     )
+    if made.masters == "left_out" and check_masters != "none":
+        made = replace(_with_proof(made, opened, write), check_masters=check_masters)
+    if opened.location.kind == "dcp" and (more := read_state_dict(catalog).more):
+        kept_too = f"{', '.join(more[:3])}{', ...' if more[3:] else ''}"
+        made = with_note(made, f"kept since they may be weights: {kept_too}")
+    return made
+
+
+def _with_proof(made: Conversion, opened: Opened, write: WriteOptions) -> Conversion:
+    """The conversion with the masters that it leaves out, which the weights must be the rounding of; or a note."""
+    made = replace(made, advice=GO_ON_UNPROVEN)
+    try:
+        if opened.location.kind == "dcp":
+            targets = masters_beside_weights(opened)
+            lost = sum(len(one.masters) for one in read_state_dict(opened.catalog).optimizers) - len(targets)
+            made = replace(made, must_round=targets)
+            return with_note(made, not_compared(f"nothing tells whose {lost} of them are")) if lost else made
+        model = read_beside_masters(opened, Wanted(unknown_keys=True), write)
+    except (MappingError, UnsupportedCheckpointError) as error:
+        return with_note(made, not_compared(str(error)))
+    made = replace(
+        made,
+        catalog=model.catalog,
+        must_round=master_targets(model),
+        fp8_recipe=model.settings.fp8_recipe,
+    )
+    return made if model.unread is None else with_note(made, not_compared(model.unread))
 
 
 def _use_of_masters(opened: Opened) -> MastersUse:

@@ -187,12 +187,12 @@ def plan_export(opened: Opened, options: ExportOptions, world: int = 1) -> Conve
     source, exported = made.source, made.exported
     made_of = hf_directory(made.ready, exported.config, options.hf_config, options.max_shard_bytes)
     return Conversion(
-        "hf",
-        "transformers",
-        opened.location.iteration,
-        source.catalog,
-        Target(tuple(exported.tensors), dropped=source.dropped, notes=(*made.notes, *made_of.notes)),
-        build_safetensors_plan(source.catalog, made_of.files, exported.shapes),
+        to="hf",
+        loader="transformers",
+        iteration=opened.location.iteration,
+        catalog=source.catalog,
+        target=Target(tuple(exported.tensors), dropped=source.dropped, notes=(*made.notes, *made_of.notes)),
+        plan=build_safetensors_plan(source.catalog, made_of.files, exported.shapes),
         extra_files=made_of.extra_files,
         architecture=exported.family.architecture,
         masters=source.masters,

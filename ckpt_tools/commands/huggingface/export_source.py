@@ -39,6 +39,7 @@ from ckpt_tools.model.target import TargetTensor
 class ExportOptions(SourceOptions):
     """What a user may decide about an export; the defaults let the checkpoint decide."""
 
+    ignore_keys: tuple[str, ...] = ()
     hf_config: str | None = None  # directory of the original Hugging Face model
     rules: Path | None = None  # a rule file
     dtype: str | None = None

@@ -103,12 +103,12 @@ def plan_plain(opened: Opened, options: ExportOptions, hf_config: str) -> Conver
     if model.prefix:
         notes = (f"the names are those behind {model.prefix!r} in the checkpoint", *notes)
     return Conversion(
-        "hf",
-        "transformers",
-        opened.location.iteration,
-        catalog,
-        Target(tuple(tensors), dropped=dropped, notes=notes),
-        build_safetensors_plan(catalog, made_of.files, {}),
+        to="hf",
+        loader="transformers",
+        iteration=opened.location.iteration,
+        catalog=catalog,
+        target=Target(tuple(tensors), dropped=dropped, notes=notes),
+        plan=build_safetensors_plan(catalog, made_of.files, {}),
         extra_files=made_of.extra_files,
         architecture=architecture_of(config),
     )

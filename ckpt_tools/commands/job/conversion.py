@@ -10,14 +10,14 @@ from __future__ import annotations
 import shlex
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from itertools import chain
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
 from ckpt_tools.commands.job.outputs import choose_output
 from ckpt_tools.commands.job.placements import Layout, LiveModel, lay_out, place_model
-from ckpt_tools.commands.job.report import ConversionReport, Masters, MastersUse
+from ckpt_tools.commands.job.report import ConversionReport, Edits, Masters, MastersUse
 from ckpt_tools.commands.job.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, VerificationError
 from ckpt_tools.execute.move.read_box import read_box
@@ -43,7 +43,6 @@ from ckpt_tools.model.choices import CheckLevel, Format, MegatronFormat
 from ckpt_tools.model.target import Target, TargetTensor, kept_exactly
 from ckpt_tools.model.transfers import Plan, plan_summary
 from ckpt_tools.model.without_gc import without_gc
-from ckpt_tools.sharding.placement import Placement
 from ckpt_tools.sharding.topology import Topology
 
 Progress = Callable[[int, int], None]
@@ -64,14 +63,22 @@ class SourceOptions(RunOptions):
     """And which Megatron checkpoint is read, and how."""
 
     iteration: int | None = None
-    ignore_keys: tuple[str, ...] = ()
     trust_pickle: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MegatronOptions(SourceOptions):
-    """And how a Megatron checkpoint is published."""
+class EditOptions(SourceOptions):
+    """And how an edited copy is published."""
 
+    tracker: bool = True  # as of `MegatronOptions`
+    dry_run: bool = False  # find and prove everything, write nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronOptions(SourceOptions):
+    """And what of a Megatron checkpoint is converted, and how the output is published."""
+
+    ignore_keys: tuple[str, ...] = ()
     tracker: bool = True  # the output's root is to name this iteration as its latest
 
 
@@ -82,64 +89,58 @@ class CutRows(NamedTuple):
     box: Box
 
 
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """What is written, what of, what must be proven first, and what is said of it: what every command starts from."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What is written and what of, what must be proven first, and what is said of it."""
 
     to: Format
     loader: str | None  # None: whoever loads the source
-    iteration: int | None
     catalog: Catalog  # the source's, with tensors added that stand inside its objects
     target: Target
-    plan: Plan | None = None  # None: it is not said yet who holds which pieces
     extra_files: Mapping[str, bytes] = field(default_factory=dict)  # beside the tensors
     beside: Mapping[str, bytes] = field(default_factory=dict)  # in the run's root, where the output has one
     job: TargetJob | None = None
-    architecture: str | None = None
     optimizer_layout: str | None = None  # of the source
     weights_only: bool = False  # what the source says of its optimizer and schedule is not carried
     groups: Mapping[int, int] = field(default_factory=dict)
     masters: MastersUse = "none"
     must_round: Sequence[TargetTensor] = ()  # masters, with the stored weights that they must round to
-    check_masters: CheckLevel = "sample"
     fp8_recipe: str | None = None  # of a source with weights held in FP8 (`ModelSettings.fp8_recipe`)
-    advice: str | None = None  # what else can be done when masters do not round
     must_be_zero: Sequence[CutRows] = ()
-    without_masters: Callable[[str], Conversion] | None = None  # for masters that do not; takes a note why
-    model: Callable[[], LiveModel] | None = None  # that a job's placement is asked of; before there is a plan
-    archives: Callable[[], Iterable[tuple[str, bytes]]] | None = None  # of the target's objects, likewise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared(Contents):
+    """A conversion of which it is not said yet who holds which pieces."""
+
+    live_model: Callable[[], LiveModel]  # as the job that loads it has it; a job's placement is asked of it
+    archives: Callable[[], Iterable[tuple[str, bytes]]]  # of the target's objects
     keep_order: bool = False  # the target's, in the metadata: an optimizer may number parameters by it
+    without_masters: Callable[[str], Prepared] | None = None  # as of `Conversion`
 
-    def live_model(self) -> LiveModel:
-        """The model as the job that loads it has it."""
-        assert self.model is not None  # a format that a job's placement cuts gives one
-        return self.model()
-
-    def lay_out(self, layout: Layout, only: int | None = None, core: Placement | None = None) -> Plan:
-        """The plan for the ranks of `layout`, or the file of one rank alone (see `placements.lay_out`).
-
-        `core` is the placement that the layout gives, where it is known already.
-        """
-        if layout.topology is None:
-            self._refuse_impossible_tp()
-        archives = self.archives() if self.archives is not None and only in (None, 0) else ()
-        if core is None and layout.name != "even":
-            core = place_model(self.live_model(), layout)
-        return lay_out(self.catalog, self.target, core, archives, layout, only, self.keep_order)
-
-    def _refuse_impossible_tp(self) -> None:
-        """`--tp` without the job's other sizes is what the output says that it is for: such a job must
-        be able to be.
-        """
-        tp = self.job.record.tp if self.job is not None else None
-        if (
-            self.to == "fsdp_dtensor"
-            and self.model is not None
-            and tp
-            and tp.source == "--tp"
-            and tp.ranks > 1
-        ):
+    def planned(self, layout: Layout, **more: Any) -> Conversion:
+        """The conversion for the ranks of `layout`; `more` are fields that `Contents` has not."""
+        tp = self.job.record.tp if self.job is not None and layout.topology is None else None
+        if self.to == "fsdp_dtensor" and tp is not None and tp.source == "--tp" and tp.ranks > 1:
+            # Without the job's other sizes it is what the output says that it is for: such a job must be able to be.
             place_model(self.live_model(), Layout("mfsdp-v1", Topology(tp=tp.ranks, etp=1)))
+        core = None if layout.name == "even" else place_model(self.live_model(), layout)
+        plan = lay_out(self.catalog, self.target, core, self.archives(), layout, keep_order=self.keep_order)
+        contents = {one.name: getattr(self, one.name) for one in fields(Contents)}
+        return Conversion(**contents, plan=plan, **more)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion(Contents):
+    """What every command that writes starts from."""
+
+    plan: Plan
+    iteration: int | None
+    architecture: str | None = None
+    check_masters: CheckLevel = "sample"
+    advice: str | None = None  # what else can be done when masters do not round
+    without_masters: Callable[[str], Conversion] | None = None  # for masters that do not; takes a note why
+    edits: Edits | None = None  # of a command that writes what it reads, but for these
 
 
 AnyOptions = TypeVar("AnyOptions", bound=RunOptions)
@@ -160,7 +161,9 @@ def open_source(source: str, options: SourceOptions) -> Opened:
     return open_checkpoint(source, options.iteration, options.trust_pickle, of_run=True)
 
 
-def like_to_like(source: str, location: Location, output: str, options: MegatronOptions) -> Output:
+def like_to_like(
+    source: str, location: Location, output: str, options: MegatronOptions | EditOptions
+) -> Output:
     """See `choose_output`."""
     return choose_output(source, location, output, options.overwrite, options.resume, options.tracker)
 
@@ -179,31 +182,42 @@ def convert(
         UnsupportedCheckpointError: a Hugging Face model, which `import-hf` takes.
         CorruptCheckpointError: facts of the source contradict each other, since payloads are damaged.
     """
-    ranks = connect()
     with writer.open(source, options) as opened:
         if opened.location.kind == "safetensors" and writer.imported_as is not None:
             words = shlex.join(["import-hf", source, output, "--to", writer.imported_as])
             raise UnsupportedCheckpointError(
                 f"{opened.location.path} is a Hugging Face model. `{words}` makes a Megatron checkpoint of it"
             )
-        place = writer.place(source, opened.location, output, options)
-        conversion = _plan(writer, opened, options, ranks)
-        told = _contradictions(opened, conversion)
-        prove_zeros(opened, conversion)
-        nbytes = _plan_of(conversion).bytes_to_write
-        with shared_out(nbytes, options.write, ranks, place.directory) as (ranks, write):
-            rehearse(_plan_of(conversion), opened.files, _complete(place, conversion), write, ranks)
-            conversion, masters = with_proven_masters(opened, conversion, write, ranks)
-            written = None
-            if not dry_run:
-                plan, place = _plan_of(conversion), _complete(place, conversion)
-                written_too = (
-                    conversion.target.tensors if conversion.to != "hf" else ()
-                )  # which keeps no masters
-                kept = kept_exactly(written_too, conversion.catalog)
-                written = write_checkpoint(
-                    plan, opened.files, place, write, ranks=ranks, progress=progress, kept=kept
-                )
+        return carry_out(source, opened, output, writer, options, progress, dry_run)
+
+
+def carry_out(
+    source: str,
+    opened: Opened,
+    output: str,
+    writer: Writer[AnyOptions],
+    options: AnyOptions,
+    progress: Progress | None = None,
+    dry_run: bool = False,
+) -> ConversionReport:
+    """As `convert`, of a checkpoint that is open already."""
+    ranks = connect()
+    place = writer.place(source, opened.location, output, options)
+    conversion = _plan(writer, opened, options, ranks)
+    told = _contradictions(opened, conversion)
+    prove_zeros(opened, conversion)
+    nbytes = conversion.plan.bytes_to_write
+    with shared_out(nbytes, options.write, ranks, place.directory) as (ranks, write):
+        rehearse(conversion.plan, opened.files, _complete(place, conversion), write, ranks)
+        conversion, masters = with_proven_masters(opened, conversion, write, ranks)
+        written = None
+        if not dry_run:
+            plan, place = conversion.plan, _complete(place, conversion)
+            written_too = conversion.target.tensors if conversion.to != "hf" else ()  # which keeps no masters
+            kept = kept_exactly(written_too, conversion.catalog)
+            written = write_checkpoint(
+                plan, opened.files, place, write, ranks=ranks, progress=progress, kept=kept
+            )
     return _report(source, output, opened.location, conversion, masters, written, told)
 
 
@@ -213,7 +227,7 @@ def _contradictions(opened: Opened, conversion: Conversion) -> tuple[str, ...]:
     What does rest on a setting was refused by who decided. An export asks them all for itself.
     """
     kind = opened.location.kind
-    if kind not in ("torch_dist", "fsdp_dtensor") or conversion.to == "hf":
+    if kind not in ("torch_dist", "fsdp_dtensor") or conversion.to == "hf" or conversion.edits is not None:
         return ()
     from ckpt_tools.megatron.format import FORMATS
     from ckpt_tools.verify.checkpoint.counters import check_counters
@@ -243,11 +257,6 @@ def _plan(writer: Writer[AnyOptions], opened: Opened, options: AnyOptions, ranks
         raise
 
 
-def _plan_of(conversion: Conversion) -> Plan:
-    assert conversion.plan is not None  # a writer says who holds which pieces
-    return conversion.plan
-
-
 def _complete(place: Output, conversion: Conversion) -> Output:
     """The output with its small files."""
     beside = {**place.beside, **conversion.beside} if place.beside else {}
@@ -273,9 +282,8 @@ def with_proven_masters(
         return conversion, _prove_masters(opened, conversion, options, ranks)
     except (VerificationError, UnsupportedCheckpointError) as error:
         if isinstance(error, UnsupportedCheckpointError) and conversion.masters == "left_out":
-            return conversion, Masters(
-                "left_out"
-            )  # lower halves of masters, which say nothing of the weights
+            # Lower halves of masters, which say nothing of the weights.
+            return with_note(conversion, not_compared(str(error))), Masters("left_out")
         if conversion.without_masters is None:
             raise
         first, second, *_ = [*str(error).splitlines(), ""]
@@ -284,6 +292,17 @@ def with_proven_masters(
         return conversion.without_masters(
             f"the stored weights are written, not the masters: {reason}"
         ), Masters("left_out")
+
+
+def not_compared(why: str) -> str:
+    """The note on stored weights whose masters are left out and cannot be asked."""
+    return f"the weights were not compared with their masters: {why.splitlines()[0].rstrip(':')}"
+
+
+def with_note(conversion: Conversion, note: str) -> Conversion:
+    """The conversion with one more note in its report."""
+    target = conversion.target
+    return replace(conversion, target=replace(target, notes=(*target.notes, note)))
 
 
 def _prove_masters(opened: Opened, conversion: Conversion, options: WriteOptions, ranks: Ranks) -> Masters:
@@ -366,7 +385,8 @@ def _report(
         warnings=told,
         job=None if conversion.job is None else conversion.job.as_json(),
         written=written,
-        plan=plan_summary(_plan_of(conversion)),
+        plan=plan_summary(conversion.plan),
+        edits=conversion.edits or Edits(),
     )
 
 

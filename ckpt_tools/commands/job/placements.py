@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
@@ -104,6 +104,24 @@ def even_placement(world: int, ranks: Sequence[int]) -> PlanPlacement:
         return [(0, full_box(tensor.shape))] if 0 in ranks else []
 
     return place
+
+
+def stored_chunks(
+    catalog: Catalog, chunks_of: Callable[[TargetTensor], str | None]
+) -> tuple[PlanPlacement, int]:
+    """A placement in a file for each of the source's, and their number: every tensor in the chunks of a stored one.
+
+    One that `chunks_of` knows none for is a chunk in the first file.
+    """
+    names = {chunk.item.file for entry in catalog.tensors.values() for chunk in entry.chunks}
+    rank = {name: i for i, name in enumerate(sorted(names))}
+
+    def place(tensor: TargetTensor) -> Sequence[tuple[int, Box]]:
+        key = chunks_of(tensor)
+        chunks = catalog.tensors[key].chunks if key is not None and key in catalog.tensors else ()
+        return [(rank[chunk.item.file], chunk.box) for chunk in chunks] or [(0, full_box(tensor.shape))]
+
+    return place, max(len(rank), 1)
 
 
 def place_model(model: LiveModel, layout: Layout) -> Placement:

@@ -21,6 +21,12 @@ compare them with; or merged: an adapter was added to them, and what is written 
 the stored weights are written; or the source has none.
 """
 
+_NOTHING = {
+    "bytes_written": 0, "seconds": 0.0, "check_source": "none", "payloads_proven": 0, "payloads_without_checksum": 0,
+    "bytes_proven": 0, "replaced": None,
+}  # fmt: skip
+"""`WriteReport.in_short` of a dry run."""
+
 
 @dataclass(frozen=True, slots=True)
 class Masters:
@@ -33,6 +39,15 @@ class Masters:
     def as_json(self) -> dict[str, Any]:
         """For reports."""
         return {"use": self.use, "mode": self.mode, **plain(self.found, {"tensors": "checked"})}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edits:
+    """What a command did to stored keys that writes a checkpoint in the format of its source."""
+
+    removed: tuple[str, ...] = ()  # keys, and entries of the common state
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    cast: tuple[str, ...] = ()  # keys with another element type than before
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +76,23 @@ class ConversionReport:
     job: Mapping[str, Any] | None = None  # the one that loads the output (`TargetJob.as_json`)
     written: WriteReport | None = None  # None: a dry run
     plan: Mapping[str, Any] = field(default_factory=dict)
+    edits: Edits = field(default_factory=Edits)
 
     def as_json(self) -> dict[str, Any]:
         """The report as plain data, with its schema version."""
         data = asdict(self)
+        del data["edits"]
         data["tensor_count"], data["object_count"] = data.pop("tensors"), data.pop("objects")
         data |= {"source": redacted(self.source), "output": redacted(self.output)}
         return {"schema_version": SCHEMA_VERSION, **data, "masters": self.masters.as_json()}
+
+    def edit_json(self) -> dict[str, Any]:
+        """What all commands that edit checkpoints say to programs; the schema versions are theirs."""
+        return {
+            "output": self.output,
+            "source_format": self.source_format,
+            "tensor_count": self.tensors,
+            "object_count": self.objects,
+            "left_out": self.dropped,
+            **(_NOTHING if self.written is None else self.written.in_short()),
+        }

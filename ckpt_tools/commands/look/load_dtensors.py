@@ -10,7 +10,7 @@ import numpy as np
 
 from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_fsdp_dtensor import prepare_output
-from ckpt_tools.commands.job.conversion import Conversion
+from ckpt_tools.commands.job.conversion import Prepared
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.commands.job.placements import Layout, in_reading_order, place_model
 from ckpt_tools.errors import UsageError
@@ -98,7 +98,7 @@ def load_dtensors(
 
 
 def check_rank_masters(
-    files: Files, prepared: Conversion, options: ConvertOptions, rank: int, world: int
+    files: Files, prepared: Prepared, options: ConvertOptions, rank: int, world: int
 ) -> None:
     """This rank's share of the masters must round to the stored weights, as for a conversion."""
     mine = prepared.must_round[rank::world]
@@ -173,7 +173,7 @@ def _meshes(mesh: DeviceMesh, topology: Topology) -> dict[bool, _Mesh]:
 
 
 def _load(
-    prepared: Conversion,
+    prepared: Prepared,
     core: Placement,
     rank: int,
     meshes: Mapping[bool, _Mesh],

@@ -37,7 +37,7 @@ from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_dcp import prepare_dcp
 from ckpt_tools.commands.convert.to_fsdp_dtensor import prepare, prepare_model
 from ckpt_tools.commands.huggingface.import_hf import ImportOptions, read_huggingface
-from ckpt_tools.commands.job.conversion import Conversion
+from ckpt_tools.commands.job.conversion import Prepared
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
 from ckpt_tools.commands.job.placements import Layout
 from ckpt_tools.commands.look.load_dtensors import check_rank_masters, inline_tensor, to_torch
@@ -173,7 +173,7 @@ class _Seen:
     """An opened checkpoint as the target of its conversion."""
 
     opened: Opened
-    prepared: Conversion
+    prepared: Prepared
     tensors: dict[str, Source]
     objects: frozenset[str]
     paths: dict[str, tuple[str | int, ...]]
@@ -182,7 +182,6 @@ class _Seen:
     def archive(self, key: str) -> bytes:
         """A stored or made object, as `torch.save` writes it."""
         if self.archives is None:
-            assert self.prepared.archives is not None  # nothing is laid out
             self.archives = dict(self.prepared.archives())
         return self.archives[key]
 
@@ -203,7 +202,7 @@ def _plan(path: str, to: str, options: ConvertOptions) -> _Seen:
     return _Seen(opened, prepared, tensors, frozenset(o.key for o in target.objects), paths)
 
 
-def _prepare(opened: Opened, to: str, options: ConvertOptions) -> Conversion:
+def _prepare(opened: Opened, to: str, options: ConvertOptions) -> Prepared:
     """The conversion's target; a Hugging Face folder becomes `fsdp_dtensor` as `import-hf` makes it."""
     if to == "dcp":
         return prepare_dcp(opened, options, Layout())
