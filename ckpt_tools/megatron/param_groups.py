@@ -23,7 +23,7 @@ DECOUPLED_LR_NAMES = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 @dataclass(frozen=True, slots=True)
 class GroupRules:
-    """What of the training settings decides a parameter's group."""
+    """The training settings that decide a parameter's group."""
 
     experts_apart: bool = False  # routed experts have an optimizer of their own
     decoupled_lr: bool = False
