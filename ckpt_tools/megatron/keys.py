@@ -48,7 +48,7 @@ from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.model.roles import MASTER, WEIGHT, Role
 
 COMMON_OBJECT = "common_state/shard_0_1"  # the only shard there is: one object, saved by one rank
-# In front of what versions before 0.3 kept beside what a job asks for; nothing reads it.
+# Prefix of keys that versions before 0.3 wrote next to those that a job loads; nothing reads them.
 KEPT = "kept."
 COMMON_ITEMS = ("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")
 NESTED_STATES = ("opt_param_scheduler.", "rng_state.", "optimizer.grad_scaler.")
@@ -184,7 +184,7 @@ def is_optimizer_key(key: str) -> bool:
 
 
 def is_run_state(key: str) -> bool:
-    """Whether a job that saves with --no-save-optim and --no-save-rng leaves it out with its optimizer."""
+    """Whether a job with --no-save-optim and --no-save-rng does not save this key."""
     return _RUN_STATE.match(key) is not None
 
 

@@ -119,12 +119,12 @@ def live_name(parameter: Parameter, style: ModelStyle) -> str:
 
 def state_name(name: str, dialect: Dialect) -> str:
     """A live name as the dialect spells it in `model.*` and `optimizer.state.*`."""
-    return _mtp(_mamba(name, dialect), dialect.mtp_in_state)
+    return _spelled(name, dialect, dialect.mtp_in_state)
 
 
 def group_name(name: str, dialect: Dialect) -> str:
     """A live name as the dialect spells it in `optimizer.param_to_group_meta.*`."""
-    return _mtp(_mamba(name, dialect), dialect.mtp_in_groups)
+    return _spelled(name, dialect, dialect.mtp_in_groups)
 
 
 def stored_name(name: str, hybrid_mtp: bool = False) -> str:
@@ -145,13 +145,10 @@ def fuse_local_norm(name: str) -> str:
     return LOCAL_MLP_NORM.sub(r".mlp.linear_fc1.layer_norm_\1", name)
 
 
-def _mtp(name: str, inner: str) -> str:
+def _spelled(name: str, dialect: Dialect, inner: str) -> str:
+    name = name.replace(_MAMBA_CONV, f"mixer.{dialect.mamba_conv}")
     return name.replace(MTP_DISK, inner, 1) if _in_mtp(name) else name
 
 
 def _in_mtp(name: str) -> bool:
     return ".mtp." in name or name.startswith("mtp.")
-
-
-def _mamba(name: str, dialect: Dialect) -> str:
-    return name.replace(_MAMBA_CONV, f"mixer.{dialect.mamba_conv}")

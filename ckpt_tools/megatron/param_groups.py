@@ -23,7 +23,7 @@ DECOUPLED_LR_NAMES = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 @dataclass(frozen=True, slots=True)
 class GroupRules:
-    """What of the training settings decides a parameter's group."""
+    """The training settings that decide a parameter's group."""
 
     experts_apart: bool = False  # routed experts have an optimizer of their own
     decoupled_lr: bool = False
@@ -68,7 +68,7 @@ def derive_memberships(
     fit: dict[tuple[tuple[str, object], ...], list[int]] = {}  # of the few attributes that are wanted
     member = cache(Membership)  # alike for tens of thousands
     for parameter in parameters:
-        wanted, rule = _wanted(parameter, groups, rules)
+        wanted, rule = _wanted(parameter, rules)
         asked = tuple(wanted.items())
         fitting = fit.get(asked)
         if fitting is None:
@@ -87,9 +87,7 @@ def derive_memberships(
     return memberships
 
 
-def _wanted(
-    parameter: LiveParameter, groups: Sequence[Group], rules: GroupRules
-) -> tuple[dict[str, object], str]:
+def _wanted(parameter: LiveParameter, rules: GroupRules) -> tuple[dict[str, object], str]:
     """Attributes the parameter's group must have, and why."""
     name = parameter.group_name
     wanted: dict[str, object] = {}

@@ -135,7 +135,7 @@ def split_axes(box: Box, shape: tuple[int, ...], seen: tuple[int, ...]) -> Box |
 
 
 def _axes_of(seen: tuple[int, ...], at: int, whole: int) -> tuple[list[int], int]:
-    """The axes from number `at` that one of `whole` elements was split into, and the number of the next."""
+    """The axes from number `at` on into which an axis of `whole` elements was split, and the number of the next."""
     axes = [seen[at]] if at < len(seen) else []
     while math.prod(axes) != whole and at + len(axes) < len(seen):
         axes.append(seen[at + len(axes)])

@@ -71,7 +71,7 @@ def name_numbers(
 def _interleavings(groups: Sequence[Sequence[int]], names: Sequence[str], fits: Fits) -> list[dict[int, str]]:
     """Up to two ways to give the numbers to names, both in order; names may be left over.
 
-    A way is a chain of (the way before, number, name); two of them that meet differ, as each step makes a choice.
+    A way is a chain of (the way before, number, name). Distinct paths to one state are distinct assignments.
     """
     open_ways: dict[tuple[int, ...], list[_Way]] = {(0,) * len(groups): [None]}
     spare = len(names) - sum(map(len, groups))

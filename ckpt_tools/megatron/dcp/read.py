@@ -75,7 +75,14 @@ def dcp_model(
     catalog, left_out = leave_out(catalog, ignored)
     found = read_state_dict(catalog)
     if not is_megatron(found):
-        raise not_megatron(files.location, found)
+        some = ", ".join(list(found.weights)[:3])
+        raise UnsupportedCheckpointError(
+            f"{files.location} is a PyTorch state dict, and its weights ({some}, ...) do not have the names of a "
+            "Megatron model. It can be laid out anew as what it is (convert --to dcp --dp-shard N). If the names are "
+            "Hugging Face's, export-hf SRC HF --hf-config MODEL makes the folder, where MODEL has the config.json; "
+            "other names are translated by the program that trained it (torchtitan: "
+            "scripts/checkpoint_conversion/convert_to_hf.py). import-hf makes a Megatron checkpoint of such a folder"
+        )
     _refuse_parts(files.location, common)
     names = Counter(map(_unwrapped, found.weights))
     if twice := [name for name, count in names.items() if count > 1]:
@@ -111,18 +118,6 @@ def refuse_group_map(location: str, catalog: Catalog) -> None:
             "parameters. build-param-group-map MAP -o FILE makes the JSON file of it that convert takes as "
             "--param-to-param-group-map-json"
         )
-
-
-def not_megatron(location: str, found: StateDict) -> UnsupportedCheckpointError:
-    """What to do with a model that has no rules here."""
-    some = ", ".join(list(found.weights)[:3])
-    return UnsupportedCheckpointError(
-        f"{location} is a PyTorch state dict, and its weights ({some}, ...) do not have the names of a Megatron "
-        "model. It can be laid out anew as what it is (convert --to dcp --dp-shard N). If the names are Hugging "
-        "Face's, export-hf SRC HF --hf-config MODEL makes the folder, where MODEL has the config.json; other names "
-        "are translated by the program that trained it (torchtitan: scripts/checkpoint_conversion/convert_to_hf.py). "
-        "import-hf makes a Megatron checkpoint of such a folder"
-    )
 
 
 def _refuse_parts(location: str, common: CommonState) -> None:

@@ -21,9 +21,10 @@ from typing import Any
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter
 from ckpt_tools.megatron.fsdp_dtensor.tensors import (
+    Prefixes,
     backfill_groups,
-    live_value,
     roles_of,
+    state_tensors,
 )
 from ckpt_tools.megatron.fsdp_dtensor.write import (
     FsdpTarget,
@@ -36,7 +37,6 @@ from ckpt_tools.megatron.fsdp_dtensor.write import (
     told_kinds,
     trained_parameters,
 )
-from ckpt_tools.megatron.keys import state_role
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import InlineTensor, TargetObject, TargetTensor
@@ -56,11 +56,10 @@ ADAM_FIELDS: Mapping[str, Any] = {
 
 
 MODEL, OPTIMIZER = "model", "optimizer"
+_PREFIXES = Prefixes(MODEL, f"{OPTIMIZER}.state")
 _NOT_NAMED = "only Adam's states and groups have names that torch's optimizers ask for here"
 _ADAM = frozenset({"exp_avg", "exp_avg_sq"})
-_APART = frozenset(
-    {"params", "step"}
-)  # the parameters have the fields, and Adam's steps stand among its states
+_APART = frozenset({"params", "step"})  # parameters have the fields, and steps stand among the states
 
 
 def build_dcp_target(model: Model, options: TargetOptions) -> FsdpTarget:
@@ -93,7 +92,7 @@ def _optimizer(model: Model, options: TargetOptions, parameters: Sequence[LivePa
     lacking = [name for name in more if any(name not in group for group in groups)]
     groups = [_with_initial_lr(dict(more) | group) for group in groups]
     return Part(
-        tensors=tuple(tensor for p in trained for tensor in _states(p)),
+        tensors=tuple(_flattened(tensor) for p in trained for tensor in state_tensors(p, _PREFIXES)),
         inline=tuple(_step(p, groups[memberships[p.group_name].group]) for p in trained),
         objects=tuple(o for p in trained for o in _fields(p, groups[memberships[p.group_name].group])),
         backfilled=(
@@ -119,23 +118,9 @@ def _with_initial_lr(group: Mapping[str, Any]) -> dict[str, Any]:
     return {INITIAL_LR: group.get("lr") if first is None else first, **group}
 
 
-def _states(parameter: LiveParameter) -> Iterator[TargetTensor]:
-    """The optimizer's tensors; masters stand in the place of weights."""
-    for kind in roles_of(parameter):
-        if kind == MASTER:
-            continue
-        value = live_value(parameter, kind)
-        inner = f"state.{parameter.name}.{kind}"
-        yield TargetTensor(
-            key=f"{OPTIMIZER}.{inner}",
-            dtype=value.dtype,
-            shape=parameter.shape,
-            sources=value.sources,
-            path=(OPTIMIZER, inner),
-            zero_filled=value.zero_filled,
-            parameter=parameter.name,
-            role=state_role(kind),
-        )
+def _flattened(tensor: TargetTensor) -> TargetTensor:
+    """A state under one dotted name in the optimizer's dict."""
+    return replace(tensor, path=(OPTIMIZER, tensor.key.removeprefix(f"{OPTIMIZER}.")))
 
 
 def _step(parameter: LiveParameter, group: Mapping[str, Any]) -> InlineTensor:

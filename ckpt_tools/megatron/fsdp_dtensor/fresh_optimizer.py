@@ -94,7 +94,7 @@ def given_settings(options: TargetOptions) -> list[str]:
 
 
 def check_fresh(options: TargetOptions) -> None:
-    """Refuse options that no fresh optimizer goes with, and its own without it."""
+    """Raise UsageError for options that contradict a fresh optimizer, and for its settings without it."""
     given = given_settings(options)
     if not options.fresh_optimizer:
         if given:

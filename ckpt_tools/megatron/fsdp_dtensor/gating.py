@@ -6,7 +6,7 @@ configuration or the user (Megatron-LM checkpointing.py; Bridge training/checkpo
 
 Modules of transformers inside a model (vision towers of Megatron-Bridge's) are in no transformer layer whose own
 configuration tells, and Megatron then goes by the name alone (core 0.16.1 always does): every `mlp.linear_fc1` of a
-SwiGLU model is asked for in halves.
+SwiGLU model is requested as separate gate and up tensors.
 """
 
 from __future__ import annotations

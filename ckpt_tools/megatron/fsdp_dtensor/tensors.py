@@ -244,18 +244,14 @@ def backfill_groups(
                 whole[field] = value
                 notes.setdefault(f"{field} = {value!r}", []).append(index)
         if "default_config" not in whole:
-            whole["default_config"] = _has_default_lr(whole, scheduler)
+            whole["default_config"] = not whole.get("is_decoupled_lr") and all(
+                whole.get(rate) == scheduler.get(rate, whole.get(rate)) for rate in ("max_lr", "min_lr")
+            )
             notes.setdefault(f"default_config = {whole['default_config']}", []).append(index)
         if whole.get("step") is None:
             raise MappingError(f"optimizer group {index} has no step and the common state has none either")
         filled.append(whole)
     return filled, [f"group field {field} (groups {', '.join(map(str, at))})" for field, at in notes.items()]
-
-
-def _has_default_lr(group: Group, scheduler: Mapping[str, Any]) -> bool:
-    return not group.get("is_decoupled_lr") and all(
-        group.get(field) == scheduler.get(field, group.get(field)) for field in ("max_lr", "min_lr")
-    )
 
 
 def rng_items(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt_tools.errors import MappingError, UsageError, list_problems
 from ckpt_tools.megatron.fsdp_dtensor.flatten import leaves
@@ -50,8 +50,21 @@ from ckpt_tools.model.model import Model, unread_note
 from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTensor
 
-if TYPE_CHECKING:
-    from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
+NOT_LOADED = "Megatron-FSDP resumes from Adam's exp_avg and exp_avg_sq only"
+_CARRIED = ("checkpoint_version", "iteration", "num_floating_point_operations_so_far")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some items of a target, and what their making left out or filled in."""
+
+    tensors: Sequence[TargetTensor] = ()
+    inline: tuple[InlineTensor, ...] = ()
+    objects: Sequence[TargetObject] = ()
+    dropped: tuple[str, ...] = ()
+    backfilled: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    memberships: Mapping[str, Membership] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +164,7 @@ def _optimizer_part(
     if trainable is None:
         return Part()
     if model.own_optimizer is not None:
-        dropped, reasons = other_states(model, trainable)
+        dropped, reasons = _other_states(model, trainable)
         return Part(dropped=dropped, notes=reasons)
     notes: list[str] = []
     if MASTER not in model.roles and any(p.dtype != "float32" for p in model.parameters):
@@ -305,10 +318,9 @@ def writer_tp(model: Model) -> Size:
     return Size(model.settings.tp, "the source's args") if model.settings.tp else Size(1, "default")
 
 
-NOT_LOADED = "Megatron-FSDP resumes from Adam's exp_avg and exp_avg_sq only"
-
-
-def other_states(model: Model, trainable: Sequence[LiveParameter]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _other_states(
+    model: Model, trainable: Sequence[LiveParameter]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What a report says of them: left out, and notes."""
     kinds = told_kinds(trainable)
     notes = (
@@ -338,25 +350,12 @@ def told_kinds(trainable: Iterable[LiveParameter]) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Some items of a target, and what their making left out or filled in."""
-
-    tensors: Sequence[TargetTensor] = ()
-    inline: tuple[InlineTensor, ...] = ()
-    objects: Sequence[TargetObject] = ()
-    dropped: tuple[str, ...] = ()
-    backfilled: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    memberships: Mapping[str, Membership] = field(default_factory=dict)
-
-
 def _common_part(model: Model, options: TargetOptions, dialect: Dialect, tp: int) -> Part:
     """Arguments, progress, scheduler and rng."""
     notes: list[str] = []
     values: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0}
     stored = model.common.values
-    values |= {k: stored[k] for k in CARRIED_SCALARS if k in stored}
+    values |= {k: stored[k] for k in _CARRIED if k in stored}
     if "iteration" not in stored:
         notes.append("iteration: the source does not tell it; written as 0")
     if model.args_object is not None:
@@ -374,7 +373,7 @@ def _common_part(model: Model, options: TargetOptions, dialect: Dialect, tp: int
     dropped = [
         f"common state {name}: not part of fsdp_dtensor"
         for name in stored
-        if name not in {*CARRIED_SCALARS, "args", "optimizer", "opt_param_scheduler", "lr_scheduler"}
+        if name not in {*_CARRIED, "args", "optimizer", "opt_param_scheduler", "lr_scheduler"}
     ]
     tensors: list[InlineTensor] = []
     objects: list[TargetObject] = []
@@ -403,9 +402,6 @@ def _common_part(model: Model, options: TargetOptions, dialect: Dialect, tp: int
         tensors += more_tensors
         objects += more_objects
     return Part(inline=tuple(tensors), objects=tuple(objects), dropped=tuple(dropped), notes=tuple(notes))
-
-
-CARRIED_SCALARS = ("checkpoint_version", "iteration", "num_floating_point_operations_so_far")
 
 
 def _dialect_notes(

@@ -90,7 +90,13 @@ _LINEAR = re.compile(r"(?:linear_\w+|in_proj|out_proj|eh_proj)\.weight\d*")
 
 
 def is_held_in_fp8(name: str, common: CommonState) -> bool:
-    """Whether the live parameter `name` is FP8 in a job with the settings of the run that wrote a checkpoint."""
+    """Whether the live parameter `name` is FP8 in a job with the settings of the run that wrote a checkpoint.
+
+    With `--fp8-param-gather` Megatron-FSDP packs such parameters apart from the rest. Transformer Engine's linear
+    layers hold their weights so when they are built under its FP8 context, which core opens for every layer but those
+    that stay in bf16 (transformer_block.py, fp8_utils.py `get_fp8_context`). Norms fused into them, biases,
+    embeddings, routers and the output layer keep the model's type.
+    """
     arg = common.arg
     if not arg("fp8") or not (arg("fp8_param_gather") or arg("fp8_param")):
         return False
@@ -122,7 +128,11 @@ _COUNTED = {  # by the tensor that a layer of the kind has: of what each rank ge
 
 
 def tensor_parallel_problems(tp: int, setting: Setting, names: Iterable[str]) -> Iterator[str]:
-    """Why a job of `tp` tensor-parallel ranks cannot be: by its settings, and the names of the model's weights."""
+    """Why a job of `tp` tensor-parallel ranks cannot be: by its settings, and the names of the model's weights.
+
+    Heads and groups do not show in a tensor's shape: `linear_qkv` of 4 heads has rows enough for 8 ranks, and a job
+    of 8 stops before it loads anything (transformer_config.py `__post_init__`; of mixers, ssm/mamba_mixer.py).
+    """
     heads, groups = count_of(setting("num_attention_heads")), count_of(setting("num_query_groups"))
     if setting("group_query_attention") is False:
         groups = heads

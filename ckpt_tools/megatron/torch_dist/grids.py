@@ -95,9 +95,7 @@ class RngGrid(NamedTuple):
 def rng_grid(
     rng: Ranks, common: CommonState, dialect: Dialect, ep: int | None = None, gpus: int | None = None
 ) -> RngGrid:
-    """The grid that the job which loads the checkpoint asks for; `ep` and `gpus` are its sizes where
-    they are known.
-    """
+    """The grid that the job which loads the checkpoint asks for; `ep` and `gpus` are its sizes where known."""
     pp, tp = (
         common.arg(f"{axis}_model_parallel_size") or 1 + max((ranks[i] for ranks in rng), default=0)
         for i, axis in enumerate(("pipeline", "tensor"))
@@ -117,10 +115,7 @@ def rng_grid(
 
 
 def refuse_sizes(sizes: Mapping[str, int | None], has_experts: bool, grid: RngGrid | None) -> None:
-    """
-    Raises:
-        UsageError: sizes of the job that decide nothing: of experts where there are none, GPUs without a state each.
-    """
+    """Raise UsageError if a size of the job decides nothing: of experts where there are none, GPUs without states."""
     decides = {"gpus": grid is not None and grid.dp is not None, "ep": has_experts, "etp": has_experts}
     useless = [f"--{name} {n}" for name, n in sizes.items() if n is not None and not decides[name]]
     if useless:

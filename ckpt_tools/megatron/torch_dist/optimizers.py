@@ -32,14 +32,14 @@ _STATES = {"adam": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "sgd": ("mom
 class Expected(NamedTuple):
     """The kinds of state that every trained parameter must have, and what says so.
 
-    `kinds` is None when nothing tells: `why` then says what is not known.
+    `kinds` is None if unknown: `why` then says what is missing.
     """
 
     kinds: tuple[str, ...] | None
     why: str
 
     def missing(self, held: Iterable[str]) -> list[str]:
-        """The kinds of which there is nothing."""
+        """Kinds of state that no parameter has."""
         have = set(held)
         return [kind for kind in self.kinds or () if kind not in have]
 

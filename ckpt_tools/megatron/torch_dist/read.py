@@ -51,7 +51,6 @@ class TorchDistSource:
     """A `torch_dist` checkpoint taken apart; tensors are still only described."""
 
     model: Model
-    parameters: tuple[Slice, ...]  # slices of stored weights, in the order of `model.parameters`
     states: OptimizerStates | None
 
 
@@ -102,7 +101,7 @@ def read_torch_dist(
         unread=unread,
         notes=_joined(states),
     )
-    return TorchDistSource(model, keys.parameters, states)
+    return TorchDistSource(model, states)
 
 
 def _parameter(stored: Slice, states: OptimizerStates | None) -> Parameter:

@@ -56,6 +56,9 @@ _CARRIED = {"args", "checkpoint_version", "iteration", "num_floating_point_opera
 # Of a source's common state: what is made anew, and what only a job that resumes asks for.
 _OWN = {"optimizer", "opt_param_scheduler", "content_metadata"}
 _RESUMED = {"rerun_state_machine"}
+# What loaders tell groups apart by (optimizer.py `param_group_identifier_keys`); the expert flag is set here.
+_IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "max_lr", "min_lr")
+Group = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +182,7 @@ def _common_state(model: Model, options: TorchDistOptions) -> tuple[dict[str, An
         if is_distributed(model.own_optimizer):
             common["content_metadata"] |= OPTIMIZER_METADATA
         return common, ()
-    common["optimizer"], counts = rebuild_optimizer(model, _experts_apart(model, options))
+    common["optimizer"], counts = _rebuild_optimizer(model, _experts_apart(model, options))
     common["content_metadata"] |= OPTIMIZER_METADATA
     return common, counts
 
@@ -373,13 +376,15 @@ def _losses(model: Model, options: TorchDistOptions, kept: Collection[str]) -> l
     return notes
 
 
-# What loaders tell groups apart by (optimizer.py `param_group_identifier_keys`); the expert flag is set here.
-IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "max_lr", "min_lr")
-Group = dict[str, Any]
+def _rebuild_optimizer(model: Model, experts_apart: bool) -> tuple[dict[Any, Any], tuple[int, ...]]:
+    """The `optimizer` entry of the common state, and the number of tensors of the running model in each group.
 
-
-def rebuild_optimizer(model: Model, experts_apart: bool) -> tuple[dict[Any, Any], tuple[int, ...]]:
-    """The `optimizer` entry of the common state, and the number of tensors of the running model in each group."""
+    A `torch_dist` source does not say which parameter is in which group, and need not: its groups are taken as they
+    are. Megatron-FSDP does not know expert groups, so whether routed experts have an optimizer of their own follows
+    the topology that will load the result. Groups are ordered as core 0.16 and later order them: by what a group
+    overrides, the default group first (optimizer/__init__.py `_get_param_groups`); loaders match groups by their
+    attributes.
+    """
     if all(p.group is None for p in model.parameters):
         return _stored_optimizer(model, experts_apart), ()
     found = _members(model, experts_apart)
@@ -432,7 +437,7 @@ def _rank(group: Group, scheduler: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _identity(group: Group) -> tuple[object, ...]:
-    return tuple(group.get(key, group.get(f"pre_{key}")) for key in IDENTIFIERS)
+    return tuple(group.get(key, group.get(f"pre_{key}")) for key in _IDENTIFIERS)
 
 
 def _refuse_lookalikes(groups: Iterable[Group]) -> None:
@@ -444,7 +449,7 @@ def _refuse_lookalikes(groups: Iterable[Group]) -> None:
         if other is not group:
             differing = [k for k in {*group, *other} if group.get(k) != other.get(k)]
             values = ", ".join(f"{k}: {other.get(k)!r} and {group.get(k)!r}" for k in sorted(differing))
-            problems.append(f"{dict(zip(IDENTIFIERS, identity, strict=True))}: {values}")
+            problems.append(f"{dict(zip(_IDENTIFIERS, identity, strict=True))}: {values}")
     if problems:
         raise MappingError(
             "parameters whose groups loaders cannot tell apart have different settings or steps:\n"

@@ -83,7 +83,7 @@ class AddLowRank:
                 )
 
     def _refuse_overflow(self, largest: Array) -> None:
-        """Raise ValueError if the largest sum with a finite weight is none; a NaN is one of products too large."""
+        """Raise ValueError if the largest sum with a finite weight is too large; a NaN is one of infinities."""
         rounded = cast(rounded_once(largest.reshape(1), self.dtype), self.dtype, "float64")
         if not np.isfinite(rounded).all():
             raise ValueError(

@@ -16,7 +16,7 @@ from ckpt_tools.model.views import Select, Source, View
 
 
 def optimizer_layout(catalog: Catalog, common: CommonState) -> str:
-    """Name of the optimizer layout, told from the keys; what the writer declared decides between look-alikes.
+    """Name of the optimizer layout, detected from the keys; the writer's declaration decides between look-alikes.
 
     `none`, `fsdp_dtensor`, `dp_reshardable`, `fully_sharded_bucket_space`, `dp_zero_gather_scatter`,
     `fully_sharded_model_space`, `fully_reshardable` or `non_distributed`.
