@@ -77,8 +77,9 @@ def test_convert_starts_one_task_a_rank_then_verifies(slurm: Slurm) -> None:
     code, _, calls = slurm.run(CONVERT, INPUT="/in", OUTPUT="/out dir", **settings)
     assert code == 0
     assert calls == [
-        "--nodes=2 --ntasks=8 --ntasks-per-node=4 --kill-on-bad-exit=1 --label --cpus-per-task=6 python3 -m ckpt_tools "
-        "convert-torch-dist-to-fsdp-dtensor /in /out dir --resume --report convert-20017.json --dp-shard 8 --fsync",
+        "--nodes=2 --ntasks=8 --ntasks-per-node=4 --kill-on-bad-exit=1 --label --cpus-per-task=6 python3 -m "
+        "ckpt_tools convert-torch-dist-to-fsdp-dtensor /in /out dir --resume --report convert-20017.json "
+        "--dp-shard 8 --fsync",
         "--nodes=1 --ntasks=1 python3 -m ckpt_tools verify /out dir",
     ]
 
@@ -100,8 +101,8 @@ def test_convert_with_torchrun_in_a_container(slurm: Slurm) -> None:
     assert code == 0
     assert calls == [
         "--nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 --label --cpus-per-task=32 "
-        "--container-image=nvcr.io/x:1 --container-mounts=/in,/out torchrun --nnodes 2 --nproc-per-node 16 --rdzv-backend c10d "
-        "--rdzv-endpoint node7:20017 --rdzv-id 20017.3 -m ckpt_tools convert /in /out --resume "
+        "--container-image=nvcr.io/x:1 --container-mounts=/in,/out torchrun --nnodes 2 --nproc-per-node 16 "
+        "--rdzv-backend c10d --rdzv-endpoint node7:20017 --rdzv-id 20017.3 -m ckpt_tools convert /in /out --resume "
         "--report convert-20017.json"
     ]
 
