@@ -68,7 +68,7 @@ def _print(found: RunListing) -> None:
         largest = sorted(found.others.items(), key=lambda pair: -pair[1])
         listed = ", ".join(f"{render.escape(name)} {human_bytes(n)}" for name, n in largest[:5])
         more = f", and {len(largest) - 5:,} more" if len(largest) > 5 else ""
-        render.tell(f"other files: {listed}{more}")
+        render.tell(f"beside them: {listed}{more}")
 
 
 def _print_runs(found: RunListing) -> None:

@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
 
 
 def repair(
-    input_dir: Annotated[str, typer.Argument(help="A run's root or an iteration folder; it is not changed.")],
+    input_dir: Annotated[str, typer.Argument(help="A run's root or an iteration folder; it stays as it is.")],
     output_dir: OutputDir,
     **given: Any,
 ) -> None:

@@ -26,7 +26,7 @@ _OWN = {
     ),
     "fresh_optimizer": option(
         bool, "--fresh-optimizer/--no-fresh-optimizer", default=False, panel=FRESH,
-        help="Give an fsdp_dtensor checkpoint a fresh optimizer (zero moments, step 0), so that a "
+        help="Give an fsdp_dtensor checkpoint an optimizer that has not begun (zero moments, step 0), so that a "
              "strict load starts from its weights.",
     ),
 }  # fmt: skip

@@ -78,7 +78,7 @@ def whole_model(folder: str) -> WholeModel:
     config = read_config(folder)
     if config.get(QUANTIZED):
         raise UnsupportedCheckpointError(
-            f"--tower language: the weights in {folder} are quantized, and those of the other towers are copied "
+            f"--tower language: the weights in {folder} are quantized, and those of the other towers are taken over "
             "as they are stored; give the directory of the model that was quantized"
         )
     catalog = tower_tensors(folder)
@@ -87,7 +87,7 @@ def whole_model(folder: str) -> WholeModel:
     if absent:
         raise MappingError(
             f"--tower language: {folder} holds no tensors of {' and '.join(absent)}, from which the whole model "
-            "would be made. Without --tower and --hf-config the language model is written as a separate model"
+            "would be made. Without --tower and --hf-config the language model is written as a model of its own"
         )
     with closing(tower_files(folder)) as files:
         others = {
