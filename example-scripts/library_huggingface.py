@@ -16,8 +16,8 @@ print(f"{report.architecture}: {report.tensors} tensors")
 for note in report.notes:
     print(f"  {note}")
 
-# Megatron-FSDP of core 0.18 and later starts from a checkpoint with an optimizer: one that has not begun, with these.
-begins = TargetOptions(lr=1e-5, min_lr=1e-6, weight_decay=0.1)
+# Megatron-FSDP of core 0.18 and later starts with a fresh optimizer, which needs these settings.
+fresh = TargetOptions(lr=1e-5, min_lr=1e-6, weight_decay=0.1)
 layout = Layout("mfsdp-v1", Topology(dp_shard=2))
-report = import_hf(model, run, ImportOptions(to="fsdp_dtensor", layout=layout, fsdp=begins))
+report = import_hf(model, run, ImportOptions(to="fsdp_dtensor", layout=layout, fsdp=fresh))
 print(f"{report.output_format}: {report.tensors} tensors for {layout.ranks} ranks")

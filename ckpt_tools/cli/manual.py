@@ -26,13 +26,13 @@ EXIT_CODES = {
     0: "done; equal; valid; ready",
     1: "different; not valid; not ready; nothing to repair (repair)",
     2: "usage: also a refused output, an illegal topology, too little memory",
-    3: "not a checkpoint, or of a kind that is not supported",
+    3: "not a checkpoint, or of a format that is not read",
     4: "corrupt or hostile input",
     5: "mapping: an unknown key, a shape clash, a missing parameter group",
     6: "content that does not prove to be what it must be",
     7: "storage: disk full, permission, I/O error",
-    130: "interrupted: nothing was published; --resume goes on",
-    143: "terminated: nothing was published; --resume goes on",
+    130: "interrupted: nothing was published; --resume continues",
+    143: "terminated: nothing was published; --resume continues",
 }
 
 
@@ -60,7 +60,7 @@ PAGES = {
     "print-torch-dcp-in-json": Page(LOOK, "metadata of any DCP checkpoint as JSON", (
         ("Keys, shapes, chunks and where their bytes lie", "print-torch-dcp-in-json RUN/iter_0000002 -o OUT.json"),
         ("The values of small objects too", "print-torch-dcp-in-json FSDP/iter_0000002 --values"),
-        ("Turn a dump into its map file, beside it", "print-torch-dcp-in-json DUMP"),
+        ("Turn a dump into its map file, in the same folder", "print-torch-dcp-in-json DUMP"),
     )),
     "ls": Page(LOOK, "the iterations of a run", (
         ("Which iterations are whole, and how large?", "ls RUN"),
@@ -135,7 +135,7 @@ PAGES = {
         ("By the names of fsdp_dtensor", "compare-two-checkpoint RUN FSDP --by parameters"),
     )),
     "preflight": Page(CHECK, "will a Megatron-FSDP job start from it?", (
-        ("The command that goes on from it", "preflight FSDP"),
+        ("The command that resumes from it", "preflight FSDP"),
         ("The same for an older Megatron core", "preflight FSDP --target core-0.17"),
         ("Check a command line before a GPU is held",
          "preflight FSDP -- pretrain_gpt.py --use-megatron-fsdp --ckpt-format fsdp_dtensor --load FSDP"
@@ -154,7 +154,7 @@ PAGES = {
     )),
     "copy": Page(EDIT, "to another place, proven on the way", (
         ("To a bucket: s3://bucket/run instead of OUT", "copy RUN OUT"),
-        ("Everything of a run; what is there is passed over", "copy FSDP OUT --iteration all"),
+        ("Everything of a run; what exists is skipped", "copy FSDP OUT --iteration all"),
         ("And compare the copy once more", "copy HF OUT --read-back"),
     )),
     "average": Page(EDIT, "weighted mean of several checkpoints", (

@@ -63,7 +63,7 @@ TABLE: dict[str, Row] = {
     "vocab_size": option(int, "--vocab-size", max=v.MAX_ROWS, panel=MODEL,
                          help="Real tokens: the rows after them are padding."),
     "fresh_optimizer": option(bool, "--fresh-optimizer/--no-fresh-optimizer", panel=FRESH,
-                              help="With --weights-only: an optimizer that has not begun (zero moments, step 0), so "
+                              help="With --weights-only: a fresh optimizer (zero moments, step 0), so "
                                    "that a strict load starts from weights."),
     "lr": option(float, "--lr", panel=FRESH, help="Highest learning rate. Default: the args."),
     "min_lr": option(float, "--min-lr", panel=FRESH, help="Lowest learning rate. Default: the args."),
@@ -87,9 +87,9 @@ TABLE: dict[str, Row] = {
     "alpha": option(float, "--alpha", panel=MODEL,
                     help="Alpha of the adapter, where no run_config.yaml tells it; its scale is alpha / rank."),
     "layout": option(c.LayoutName, "--layout", panel=PLACE,
-                     help="Whose placement. Default: mfsdp-v1 with --gpus or --dp-shard, else even."),
+                     help="Placement of rows. Default: mfsdp-v1 with --gpus or --dp-shard, else even."),
     "world_size": option(int, "--world-size", panel=PLACE,
-                         help="Target ranks, each with files of its own. Default: the converting ranks."),
+                         help="Target ranks, each with separate files. Default: the converting ranks."),
     "gpus": option(int, "--gpus", panel=PLACE,
                    help="GPUs of the training job; the sizes that are not given follow from it."),
     "dp_shard": option(int, "--dp-shard", panel=PLACE, help="Ranks that shard."),
@@ -119,7 +119,7 @@ TABLE: dict[str, Row] = {
     "ignore_keys": option(list[str], "--ignore-keys", read=v.globs, panel=RUN,
                           help="Source keys to leave out, tensors too (glob, repeatable)."),
     "overwrite": flag("--overwrite", panel=RUN, help="Replace the one checkpoint that is at OUT."),
-    "resume": flag("--resume", panel=RUN, help="Go on with a conversion that was stopped."),
+    "resume": flag("--resume", panel=RUN, help="Continue a conversion that was stopped."),
     "dry_run": flag("--dry-run", panel=RUN, help="Plan and check everything, write nothing."),
     "workers": option(int, "--workers", min=1, max=v.MAX_WORKERS, panel=RUN,
                       help="Processes on this machine. Default: as many as cores, memory and bytes pay for, at most "
@@ -131,7 +131,7 @@ TABLE: dict[str, Row] = {
                                 "store 32MiB a thread, and not less than 128MiB."),
     "fsync": flag("--fsync", panel=RUN, help="Make the output durable before it is published."),
     "direct": flag("--direct", panel=RUN,
-                   help="Write past the page cache (O_DIRECT), which stays as it is for others; best with "
+                   help="Write past the page cache (O_DIRECT), which other programs keep; best with "
                         "--threads 4 or more."),
     "report_format": option(c.ReportFormat, "--format", default="text",
                             help="text, json, github (annotations) or markdown."),

@@ -217,7 +217,7 @@ def _row_order(name: FactorName, out: TensorEntry, how: AdapterSettings) -> list
         return []
     if not name.part and how.gated is None:
         raise MappingError(
-            f"{out.key}: nothing tells whether fc1 has a gate, on which the order of its rows depends"
+            f"{out.key}: it is unknown whether fc1 has a gate, on which the order of its rows depends"
         )
     if not name.part and how.gated:
         return []

@@ -91,8 +91,8 @@ def dialect_for(asked: str | None, otherwise: str, names: Iterable[str]) -> Dial
         return dialect_named(asked or otherwise)
     if asked not in (None, BRIDGE):
         raise UsageError(
-            f"--target {asked}: the model has {part.partition('.')[0]}, a module of transformers beside its language "
-            f"model, which Megatron-Bridge's models alone have. Leave it out, or say --target {BRIDGE}"
+            f"--target {asked}: the model has {part.partition('.')[0]}, a module of transformers in addition to its "
+            f"language model, which Megatron-Bridge's models alone have. Leave it out, or say --target {BRIDGE}"
         )
     return DIALECTS[BRIDGE]
 

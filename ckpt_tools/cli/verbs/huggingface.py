@@ -41,7 +41,7 @@ _EXPORTED = {
     ),
     "tower": option(
         TowerName, "--tower", panel=t.MODEL,
-        help="Of a checkpoint of a whole vision-language model, write this part as a model of its own. One of a "
+        help="Of a checkpoint of a whole vision-language model, write this part as a separate model. One of a "
              "language model alone is put back into the model in --hf-config, the other parts as they are there.",
     ),
     "peft": flag(
@@ -70,7 +70,7 @@ _IMPORTED = {
     ),
     "fresh_optimizer": option(
         bool, "--fresh-optimizer/--no-fresh-optimizer", panel=t.FRESH,
-        help="With --to fsdp_dtensor: an optimizer that has not begun. Default: for Megatron-FSDP v1 of core-0.19 "
+        help="With --to fsdp_dtensor: a fresh optimizer. Default: for Megatron-FSDP v1 of core-0.19 "
              "and main, which starts from nothing else.",
     ),
     "iteration": option(

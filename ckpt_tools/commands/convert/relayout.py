@@ -98,8 +98,8 @@ def _refuse_changes(location: Location, options: ConvertOptions) -> None:
     """Raise UsageError if an option that only a conversion from another format can meet."""
     if options.target.fresh_optimizer:
         raise UsageError(
-            f"{location.path} is already an fsdp_dtensor checkpoint: `strip --fresh-optimizer` gives it an optimizer "
-            "that has not begun"
+            f"{location.path} is already an fsdp_dtensor checkpoint: `strip --fresh-optimizer` gives it a fresh "
+            "optimizer"
         )
     kept = TargetOptions(tp=options.target.tp, layer_spec=options.target.layer_spec)
     if options.target.weights_only:
@@ -109,7 +109,7 @@ def _refuse_changes(location: Location, options: ConvertOptions) -> None:
         )
     if options.target != kept:
         raise UsageError(
-            f"{location.path} is already an fsdp_dtensor checkpoint; it can be laid out for another topology, but "
+            f"{location.path} is already an fsdp_dtensor checkpoint; it can be re-sharded for another topology, but "
             "its names, types, groups and vocabulary stay as they are: leave those options out"
         )
 

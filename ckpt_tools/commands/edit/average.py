@@ -120,9 +120,7 @@ def mean_weights(count: int, weights: Sequence[float] | None, ema: float | None)
     every later one.
     """
     if count < 2:
-        raise UsageError(
-            f"a mean is taken of two or more checkpoints, and {count} is given beside the output"
-        )
+        raise UsageError(f"a mean needs two or more checkpoints before OUT, got {count}")
     if weights is not None and ema is not None:
         raise UsageError("--weights and --ema both say the checkpoints' shares; give one of them")
     if ema is not None:

@@ -146,7 +146,7 @@ def expected_model(
         if not has_weights or rules is not None:
             raise MappingError(
                 f"names and shapes of the model are not known: {error} If --hf-config names a folder with weights of "
-                "this architecture beside its config.json, those tell (only their headers are read)",
+                "this architecture next to its config.json, those tell (only their headers are read)",
                 error.problems,
             ) from error
         stored = without_frequencies(read_safetensors_catalog(place))[0].tensors

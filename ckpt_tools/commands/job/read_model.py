@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ckpt_tools.megatron.torch_dist.read import Extent
 
 _THREADS = 2  # of a process
-GO_ON_UNPROVEN = "--check-masters none goes on without this proof."
+GO_ON_UNPROVEN = "--check-masters none continues without this check."
 
 A_KIND = {
     "torch_dist": "already a torch_dist checkpoint",

@@ -100,7 +100,7 @@ def describe(job: Mapping[str, Any]) -> list[tuple[str, str]]:
         if size is not None
     ]
     tp, packed = job["topology"]["tp"], job["tp_dependent"]
-    only = "one TP, which nothing tells" if tp is None else f"TP {tp['ranks']} only"
+    only = "one TP, which the checkpoint does not say" if tp is None else f"TP {tp['ranks']} only"
     fits = f"for {only}: {summary(packed)}" if packed else "loads at any TP"
     lines = [("job", "; ".join(filter(None, [", ".join(sizes), fits])))]
     if job["vocabulary"] is not None:

@@ -64,7 +64,7 @@ def write_group_map(path: str, trust_pickle: bool = False) -> str | None:
         with Folder.named(target.parent) as folder:
             folder.write(MAP_FILE, json.dumps(groups, indent=2).encode(), mode=access_of(target.parent).file)
     except OSError as error:
-        raise StorageError(f"{target}: {error.strerror}. --no-write leaves the folder as it is.") from error
+        raise StorageError(f"{target}: {error.strerror}. --no-write leaves the folder unchanged.") from error
     return str(target)
 
 

@@ -187,7 +187,7 @@ class Folder:
 
     def _foreign(self, name: str, why: str) -> Foreign:
         return Foreign(
-            f"{self.path / name} stands where this tool keeps its own files, but {why}. Remove it, or choose "
+            f"{self.path / name} is in this tool's work directory, but {why}. Remove it, or choose "
             "another output."
         )
 

@@ -148,7 +148,7 @@ class Journal:
         if digest != plan.digest:
             raise UsageError(
                 f"{self._folder.parent} was begun with another plan (other options, source or version). Repeat "
-                "the command with the same options, or start anew with --overwrite."
+                "the command with the same options, or start again with --overwrite."
             )
         names = [[row[0] for row in rows] for rows in (before, source)]
         if names[0] != names[1]:
@@ -196,5 +196,5 @@ def _parse_header(data: bytes, folder: Path) -> tuple[str, list[list[object]]]:
     except (ValueError, RecursionError):
         pass
     raise CorruptCheckpointError(
-        f"{folder / _HEADER} is damaged, so that nobody can say what was begun here. Start anew with --overwrite."
+        f"{folder / _HEADER} is damaged and cannot be resumed. Start again with --overwrite."
     )

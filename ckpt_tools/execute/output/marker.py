@@ -65,8 +65,8 @@ class Marker:
         if found.get("token") != self.token:
             raise UsageError(
                 f"{self._store.location} was taken by another converter ({found.get('owner', 'it has ended')}) while "
-                "this one wrote there. This one stops and leaves everything as it is; choose another output, or wait "
-                "for the other one."
+                "this one wrote there. This run stopped without changing anything; choose another output, or "
+                "wait for the other one."
             )
 
     def note(self, name: str) -> str | None:
@@ -95,5 +95,5 @@ class Marker:
 
     def _not_ours(self) -> UsageError:
         return UsageError(
-            f"{self._store.where(MARKER)} was not written by this version. Start anew with --overwrite."
+            f"{self._store.where(MARKER)} was not written by this version. Start again with --overwrite."
         )

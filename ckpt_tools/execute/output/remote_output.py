@@ -122,7 +122,7 @@ class RemoteOutput:
         if header.get("digest") != self._job.plan.digest:
             raise UsageError(
                 f"{self._store.location} was begun with another plan (other options, source or version). Repeat "
-                "the command with the same options, or start anew with --overwrite."
+                "the command with the same options, or start again with --overwrite."
             )
         check_unchanged(header["source"], self._state, self._job.files.location)
         return True
@@ -260,7 +260,7 @@ class RemoteOutput:
         marker.check()
         if data and not has_files(data, final.sizes()):
             raise StorageError(
-                f"{final.location}: files that the store copied have another length. Go on with --resume."
+                f"{final.location}: files that the store copied have another length. Continue with --resume."
             )
         marker.remove()
 
@@ -339,7 +339,7 @@ def refuse_present(store: Store, present: Iterable[str]) -> UsageError:
     what = "is not empty; choose another output or replace it with --overwrite"
     if MARKER in present:
         what = (
-            "holds a conversion that was stopped, or is being written. Go on from it with --resume, or start anew "
+            "holds a conversion that was stopped, or is being written. Continue it with --resume, or start again "
             "with --overwrite"
         )
     return UsageError(f"{store.location} {what}.")

@@ -95,7 +95,7 @@ def _refuse_sources(final: Path, sources: Iterable[Path]) -> None:
         files = [Path(os.path.realpath(path)) for path in (source, *linked)]
         if target.is_relative_to(files[0]) or any(file.is_relative_to(target) for file in files):
             raise UsageError(
-                f"{final} is not replaced: files of the source {source} lie in it, or it lies in the source. Choose "
+                f"{final} is not replaced: files of the source {source} are in it, or it is in the source. Choose "
                 "another output."
             )
 
@@ -108,7 +108,7 @@ def cannot_be_made(folder: Path) -> UsageError:
 def stopped(partial: Path) -> UsageError:
     """What to say of work that was stopped, and that no option says what to do with."""
     return UsageError(
-        f"{partial} holds a conversion that was stopped. Go on from it with --resume, or start anew with --overwrite."
+        f"{partial} holds a conversion that was stopped. Continue it with --resume, or start again with --overwrite."
     )
 
 

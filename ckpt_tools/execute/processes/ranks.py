@@ -107,7 +107,7 @@ class DistributedRanks(Ranks):
         if silent:
             raise StorageError(
                 f"no sign of life from rank {', '.join(silent)}: it was killed or stopped, or its node is gone. "
-                "Nothing was published; --resume goes on from here."
+                "Nothing was published; --resume continues from here."
             )
         return [o["result"] for o in outcomes if o is not None]
 

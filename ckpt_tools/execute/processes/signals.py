@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpt_tools.errors import Interrupted, Terminated
 
-_RESUMABLE = "nothing was published; --resume goes on from here"
+_RESUMABLE = "nothing was published; --resume continues from here"
 
 
 class StopSignals:

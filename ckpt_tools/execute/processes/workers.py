@@ -301,7 +301,7 @@ class WorkerRanks(Ranks):
             why = f"it was stopped (SIGSTOP) for {_STOPPED_LOOKS * _WATCH_SECONDS:.0f} s, and killed then"
         return (
             f"worker {rank} (process {self.processes[rank - 1]}) has ended early: {why}. Nothing was published. "
-            "Try again with fewer --workers; a command that has --resume goes on from here with it."
+            "Try again with fewer --workers; a command that has --resume continues from here with it."
         )
 
 

@@ -50,7 +50,7 @@ class Layout(NamedTuple):
     apart: Mapping[str, str] = {}  # in the folder of the model's, not read, and why
 
 
-_OWN = "in a checkpoint of its own, which is not joined to the model"
+_OWN = "in a separate checkpoint, which is not joined to the model"
 LAYOUTS: Mapping[str, Layout] = {
     "Megatron": Layout(re.compile(r"iter_(\d{7,})")),
     "verl": Layout(

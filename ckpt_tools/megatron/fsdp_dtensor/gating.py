@@ -75,7 +75,7 @@ def gated_modules(parameters: Iterable[LiveParameter]) -> dict[str, bool]:
             continue
         other = shapes.get(f"{match['module']}.linear_fc2.weight{match['expert']}")
         if other is None:
-            problems.append(f"{name} {shape} has no linear_fc2 beside it")
+            problems.append(f"{name} {shape} has no linear_fc2 next to it")
         elif shape[0] not in (other[1], 2 * other[1]):
             problems.append(f"{name} has {shape[0]} rows; linear_fc2 with {other[1]} columns asks for "
                             f"{other[1]} or {2 * other[1]}")  # fmt: skip

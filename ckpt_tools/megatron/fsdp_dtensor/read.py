@@ -414,7 +414,7 @@ def _problem(tensor: FsdpTensor, group: Group | None) -> str | None:
         return "has param_to_group_meta but no optimizer states"
     if TORCH_ADAM_FIELDS.isdisjoint(group):
         return None if group.get("step") is not None else "its group has no step"
-    return None if tensor.step is not None else "there is no step beside its states"
+    return None if tensor.step is not None else "it has states but no step"
 
 
 def _spelling(name: str) -> str:

@@ -137,8 +137,8 @@ def _cut(name: str, value: Any, settings: Mapping[str, Any], layers: Layers) -> 
         return None
     elif _may_follow(name, value, layers.total):
         raise MappingError(
-            f"{name} = {short(value)}: this setting is not known and may say something of each layer, so that "
-            "nothing tells what it is for a part of them; remove it from the settings first"
+            f"{name} = {short(value)}: this setting is not known and may say something of each layer, so "
+            "its value for a part of them is unknown; remove it from the settings first"
         )
     return value
 

@@ -153,7 +153,7 @@ def _contradictions(
     if samples is not None and (samples > consumed or (samples < consumed and step == iteration)):
         problem = (
             f"the learning rate is that of {samples} samples, args.consumed_train_samples is {consumed}, from "
-            "which a job goes on in its data"
+            "which a job continues in its data"
         )
         yield "opt_param_scheduler.num_steps", problem
     is_constant = isinstance(batch, int) and batch > 0 and args.get("rampup_batch_size") is None

@@ -36,9 +36,7 @@ def check_hf_folder(files: Files, catalog: Catalog, names: Iterable[str]) -> lis
     if not catalog.tensors:
         found.error(files.location, "its weight files hold no tensor at all")
     if not files.exists(CONFIG):
-        found.warning(
-            CONFIG, "there is none, so nothing tells what the weights are: no program can load them"
-        )
+        found.warning(CONFIG, "it is missing, so what the weights are is unknown: no program can load them")
     for name in dict.fromkeys((CONFIG, *names)):
         if not files.exists(name):
             continue

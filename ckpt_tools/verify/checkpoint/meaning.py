@@ -203,7 +203,7 @@ def check_torch_dist_groups(has_states: bool, groups: Sequence[Mapping[str, Any]
         if missing:
             found.error(f"group {index}", f"fields {missing} are missing")
         if not step_apart and group.get("step") is None and _counts_steps(group):
-            found.warning(f"group {index}", "no step is stored; Adam's bias correction would start anew")
+            found.warning(f"group {index}", "no step is stored; Adam's bias correction would restart")
     return found.done()
 
 
@@ -231,7 +231,7 @@ def check_fsdp_groups(catalog: Catalog) -> Check:
             found.error(name, f"its group entry lacks {sorted(every_field - fields[group])}")
     for name in with_state:
         if (name, "step") not in states and "step" not in fields.get(_group_name(name), ()):
-            found.error(name, "neither a step state nor a group field step: Adam would start anew")
+            found.error(name, "neither a step state nor a group field step: Adam would restart")
     for group in fields.keys() - wanted.keys():
         empty = " (an empty step in its name, as Megatron-LM's converter writes it; `repair` takes it out)"
         found.error(

@@ -19,7 +19,7 @@ def _tied(f: Facts) -> str | None:
     stored = f.stored.output_layer
     if untied is None or stored is None or bool(untied) == stored:
         return None
-    wants = "an output layer of its own" if untied else "a tied one"
+    wants = "a separate output layer" if untied else "a tied one"
     return f"the job has {wants}, the checkpoint {'has' if stored else 'has no'} output_layer.weight"
 
 

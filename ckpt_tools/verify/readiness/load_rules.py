@@ -197,8 +197,8 @@ def _strict(f: Facts) -> str | None:
 _LOADED = "training/checkpointing.py _load_base_checkpoint"
 _RELOAD = "optimizer/distrib_optimizer.py _copy_model_params_to_main_params"
 _WITH_OPTIMIZER = (
-    "give it an optimizer that has not begun: `strip CHECKPOINT OUT --fresh-optimizer` (or convert --weights-only, "
-    "import-hf); from weights alone start core-0.16 or core-0.17 (--finetune) and go on from what they save"
+    "give it a fresh optimizer: `strip CHECKPOINT OUT --fresh-optimizer` (or convert --weights-only, "
+    "import-hf); from weights alone start core-0.16 or core-0.17 (--finetune) and continue from what they save"
 )
 _EVERY_STATE = "a strict load asks for every state"
 _PAD_AGAIN = (
@@ -217,7 +217,7 @@ RULES = (
          "make_vocab_size_divisible_by times the tensor parallel size", _PAD_AGAIN,
          "tokenizers/utils/build_tokenizer.py vocab_size_with_padding"),
     Rule("packed-projections", ERROR, _packed, "rows are grouped by rank: the job would load and compute wrong "
-         "numbers", "--tensor-model-parallel-size as it is arranged, or convert with --tp",
+         "numbers", "--tensor-model-parallel-size of the checkpoint, or convert with --tp",
          "ssm/gated_delta_net.py, ssm/mamba_mixer.py"),
     Rule("packed-projections-unknown", WARNING, _packed_unknown, "rows are grouped by rank: with another size the "
          "job would load and compute wrong numbers", "convert with --tp, which records the size",
@@ -240,7 +240,7 @@ RULES = (
          "--override-opt_param-scheduler for the job's, --use-checkpoint-opt_param-scheduler for the stored one",
          "optimizer_param_scheduler.py load_state_dict", VERSIONS),
     Rule("fresh-samples", ERROR, _fresh_samples, "a job that has consumed no samples at iteration 1 or later counts "
-         "in iterations, and stops where it is told to count in samples", "--train-iters",
+         "in iterations, and stops if it has to count in samples", "--train-iters",
          "training/training.py build_train_valid_test_data_loaders", VERSIONS),
     Rule("state-kinds", ERROR, _state_kinds, "a strict load asks for every kind of state of the job's optimizer",
          "--optimizer as in the run that wrote the states", "optimizer/distrib_optimizer.py "

@@ -83,7 +83,7 @@ def family_of_config(config: Mapping[str, Any], families: Mapping[str, Family] =
     if inside:
         raise MappingError(
             f"config.json has model_type {kind!r}, a model of several parts, which have no rules; its language model "
-            f"is a {inside} (text_config): save that one as a model of its own"
+            f"is a {inside} (text_config): save that one as a separate model"
         )
     known = {kind for one in families.values() for kind in (one.model_type or one.name, *one.also_types)}
     raise MappingError(

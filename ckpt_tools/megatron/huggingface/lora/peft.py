@@ -394,7 +394,7 @@ def _broken_tie(
     return [
         f"{' and '.join(changed)} was trained, but {' and '.join(shared)} are one weight (tie_word_embeddings, in "
         "config.json or by the model's class), and the merged ones would differ. Save the base with "
-        "tie_word_embeddings false and a head of its own; then the adapter can be merged"
+        "tie_word_embeddings false and a separate head; then the adapter can be merged"
     ]
 
 

@@ -269,7 +269,7 @@ def _as_stored(config: Mapping[str, Any], text: Mapping[str, Any], tied: bool) -
     if said is not None and bool(said) != tied:
         raise MappingError(
             f"config.json has {TIED} {str(bool(said)).lower()}, and the checkpoint "
-            + ("shares its output layer with the embedding" if tied else "has an output layer of its own")
+            + ("shares its output layer with the embedding" if tied else "has a separate output layer")
         )
     return tied
 
