@@ -22,8 +22,7 @@ from ckpt_tools.formats.torch_archive.item_reader import read_archive
 from ckpt_tools.formats.torch_archive.object_writer import dump_archive
 from ckpt_tools.formats.untrusted_documents import parse_yaml
 from ckpt_tools.megatron.dcp.state_dict import read_state_dict
-from ckpt_tools.megatron.huggingface.vision.tower_targets import changed_record
-from ckpt_tools.megatron.huggingface.vision.towers import TEXT
+from ckpt_tools.megatron.huggingface.vision.towers import TEXT, changed_record
 from ckpt_tools.megatron.huggingface.vision.vision_language import VISION
 from ckpt_tools.megatron.keys import (
     COMMON_OBJECT,

@@ -7,12 +7,8 @@ from typing import Any
 import pytest
 
 from ckpt_tools.megatron.huggingface.config.config import in_v4_form
-from ckpt_tools.megatron.huggingface.config.megatron_args import (
-    TOO_OLD,
-    indexer_layers,
-    read_model_args,
-    sharing,
-)
+from ckpt_tools.megatron.huggingface.config.layer_patterns import indexer_layers, sharing
+from ckpt_tools.megatron.huggingface.config.megatron_args import TOO_OLD, read_model_args
 from ckpt_tools.megatron.huggingface.families.identify import detect_family, family_of_config
 from ckpt_tools.megatron.huggingface.mapping.targets import export_targets
 from ckpt_tools.megatron.huggingface.quantization.block_fp8 import LINEAR
