@@ -17,7 +17,7 @@ from ckpt_tools.commands.huggingface.vision_language import reference_of
 from ckpt_tools.errors import MappingError
 from ckpt_tools.formats.dcp.metadata_read import read_catalog
 from ckpt_tools.formats.storage.open_files import open_files
-from ckpt_tools.megatron.huggingface.vision import tower_targets
+from ckpt_tools.megatron.huggingface.vision import towers
 from ckpt_tools.megatron.huggingface.vision.vision_language import (
     vision_language,
     vision_language_types,
@@ -55,7 +55,7 @@ def changed(source: Path, folder: Path, **arrays: Any) -> Path:
 @pytest.fixture
 def nothing_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Imports write what they wrote before they recorded config.json."""
-    monkeypatch.setattr(tower_targets, "record_of", lambda _: {})
+    monkeypatch.setattr(towers, "record_of", lambda _: {})
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -122,8 +122,8 @@ def test_the_root_of_a_cache_means_its_snapshot(main: str | None, cases: Path, t
     assert same(there_and_back(root, tmp_path), model(source / "model.safetensors"))
     reference = ExportOptions(hf_config=str(root))
     export_hf(str(tmp_path / "run"), str(tmp_path / "again"), reference)
-    for options in (root, root / "snapshots", f"{root}/snapshots/"):
-        assert inspect_checkpoint(str(options)).location.path == f"{root}/snapshots/b2"
+    for place in (root, root / "snapshots", f"{root}/snapshots/"):
+        assert inspect_checkpoint(str(place)).location.path == f"{root}/snapshots/b2"
 
 
 def test_several_snapshots_without_a_main_one_are_named(cases: Path, tmp_path: Path) -> None:

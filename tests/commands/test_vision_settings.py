@@ -10,7 +10,7 @@ import pytest
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.job.opened import open_checkpoint
-from ckpt_tools.megatron.huggingface.vision.tower_targets import RECORD
+from ckpt_tools.megatron.huggingface.vision.towers import RECORD
 from ckpt_tools.megatron.run_state.record import read_record
 from tests.commands.test_both_towers import FRESH, export, imported
 from tests.commands.test_tower_source import config_of, refusal, tensors_of

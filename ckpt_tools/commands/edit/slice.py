@@ -27,8 +27,7 @@ from ckpt_tools.megatron.dcp.read import group_members, numbered
 from ckpt_tools.megatron.dcp.state_dict import OptimizerKeys, StateDict, read_state_dict
 from ckpt_tools.megatron.format import FORMATS
 from ckpt_tools.megatron.fsdp_dtensor.read import SmallValues
-from ckpt_tools.megatron.huggingface.vision.tower_targets import changed_record
-from ckpt_tools.megatron.huggingface.vision.towers import TEXT
+from ckpt_tools.megatron.huggingface.vision.towers import TEXT, changed_record
 from ckpt_tools.megatron.huggingface.vision.vision_language import VISION
 from ckpt_tools.megatron.keys import (
     COMMON_OBJECT,

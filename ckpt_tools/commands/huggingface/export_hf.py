@@ -46,7 +46,7 @@ from ckpt_tools.megatron.huggingface.mapping.checks import Spec
 from ckpt_tools.megatron.huggingface.mapping.targets import Exported, export_targets
 from ckpt_tools.megatron.huggingface.quantization.block_fp8 import block_fp8_of, quantized_tensors
 from ckpt_tools.megatron.huggingface.quantization.quantized import SETTINGS
-from ckpt_tools.megatron.huggingface.vision.tower_targets import language_settings
+from ckpt_tools.megatron.huggingface.vision.towers import language_settings
 from ckpt_tools.model.choices import Quantization
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.target import InlineTensor, Target, TargetTensor, rebase

@@ -47,11 +47,16 @@ from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh, given_
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.huggingface.lora.peft import MERGE_WITH_PEFT
 from ckpt_tools.megatron.huggingface.mapping.checks import Spec
-from ckpt_tools.megatron.huggingface.mapping.model_tensors import shared_head
-from ckpt_tools.megatron.huggingface.mapping.targets import Imported, import_targets
+from ckpt_tools.megatron.huggingface.mapping.targets import Imported, import_targets, shared_head
 from ckpt_tools.megatron.huggingface.quantization.quantized import dequantized
-from ckpt_tools.megatron.huggingface.vision.tower_targets import imported_whole, known_to_bridge
-from ckpt_tools.megatron.huggingface.vision.towers import TYPE, language_tower, left_out_notes, mrope_notes
+from ckpt_tools.megatron.huggingface.vision.towers import (
+    TYPE,
+    imported_whole,
+    known_to_bridge,
+    language_tower,
+    left_out_notes,
+    mrope_notes,
+)
 from ckpt_tools.megatron.huggingface.vision.vision_language import vision_language_types
 from ckpt_tools.megatron.keys import EXPERTS
 from ckpt_tools.megatron.names import BRIDGE, FUSED_FC1_NORM, fuse_local_norm

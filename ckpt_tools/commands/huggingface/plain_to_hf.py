@@ -5,8 +5,8 @@ model in the middle. The way of the data::
 
     formats/dcp                         the catalog
     megatron/dcp/wrappers               names without wrappers, and what is not the model's
-    megatron/huggingface/model_tensors  names and shapes of the model that config.json describes: equal, or refused
-    commands/hf_directory               shards, index, config.json, tokenizer
+    megatron/huggingface/mapping        names and shapes of the model that config.json describes: equal, or refused
+    commands/huggingface/folder         shards, index, config.json, tokenizer
     plan/weight_files, execute          as every export
 """
 
@@ -44,12 +44,12 @@ from ckpt_tools.megatron.dcp.state_dict import (
     read_state_dict,
 )
 from ckpt_tools.megatron.huggingface.mapping.checks import specs_of
-from ckpt_tools.megatron.huggingface.mapping.model_tensors import (
+from ckpt_tools.megatron.huggingface.mapping.targets import (
     Expected,
+    bulk_dtype,
     expected_by_rules,
     expected_by_weights,
 )
-from ckpt_tools.megatron.huggingface.mapping.targets import bulk_dtype
 from ckpt_tools.megatron.huggingface.quantization.quantized import SETTINGS
 from ckpt_tools.model.catalog import Catalog, TensorEntry, Value
 from ckpt_tools.model.dtypes import CASTABLE

@@ -19,20 +19,18 @@ from ckpt_tools.megatron.huggingface.families.families import FAMILIES
 from ckpt_tools.megatron.huggingface.families.identify import family_of_config
 from ckpt_tools.megatron.huggingface.mapping.checks import HEAD, Spec, specs_of
 from ckpt_tools.megatron.huggingface.mapping.targets import Exported
-from ckpt_tools.megatron.huggingface.vision.tower_targets import (
-    counted,
-    known_to_bridge,
-    language_prefix,
-    recorded_config,
-    with_towers,
-)
 from ckpt_tools.megatron.huggingface.vision.towers import (
     QUANTIZED,
     TYPE,
     Tower,
     absent_modules,
+    counted,
+    known_to_bridge,
+    language_prefix,
     language_tower,
+    recorded_config,
     whole_config,
+    with_towers,
 )
 from ckpt_tools.megatron.huggingface.vision.vision_language import vision_language, vision_language_types
 from ckpt_tools.megatron.keys import is_optimizer_key, strip_wrappers

@@ -12,7 +12,7 @@ from ckpt_tools.formats.storage.files import Files, read_whole
 from ckpt_tools.formats.untrusted_documents import parse_json
 from ckpt_tools.megatron.huggingface.families.families import FAMILIES
 from ckpt_tools.megatron.huggingface.mapping.checks import Spec, refuse_wrapped
-from ckpt_tools.megatron.huggingface.mapping.model_tensors import Expected, Superfluous, expected_by_rules
+from ckpt_tools.megatron.huggingface.mapping.targets import Expected, Superfluous, expected_by_rules
 from ckpt_tools.megatron.huggingface.quantization.quantized import dequantized
 from ckpt_tools.megatron.huggingface.vision.towers import DTYPES, TEXT, TYPE, Tower, language_tower
 from ckpt_tools.megatron.huggingface.vision.vision_language import (

@@ -13,8 +13,7 @@ from typing import Any
 
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.megatron.huggingface.config.codecs import REQUIRED, Config
-from ckpt_tools.megatron.huggingface.config.model_args import ModelArgs, frozen
-from ckpt_tools.megatron.huggingface.config.numbers import bounded
+from ckpt_tools.megatron.huggingface.config.model_args import ModelArgs, bounded, frozen
 from ckpt_tools.megatron.huggingface.config.rope_args import GPT_OSS_SCALING, RELEASED_GPT_OSS_SCALING
 from ckpt_tools.megatron.huggingface.mapping.rules import Family, first_of
 

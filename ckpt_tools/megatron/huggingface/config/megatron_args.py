@@ -28,8 +28,7 @@ from ckpt_tools.megatron.huggingface.config.layer_patterns import (
     sliding_turn,
     window_of,
 )
-from ckpt_tools.megatron.huggingface.config.model_args import GluInterleave, ModelArgs, frozen
-from ckpt_tools.megatron.huggingface.config.numbers import bounded
+from ckpt_tools.megatron.huggingface.config.model_args import GluInterleave, ModelArgs, bounded, frozen
 from ckpt_tools.megatron.huggingface.config.rope_args import rope_args, rope_scaling, rotary_bases
 
 # Arguments that say what the field of `ModelArgs` with their name says, and mean the same where they are not set.

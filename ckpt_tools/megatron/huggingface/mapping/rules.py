@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.huggingface.config.codecs import Field
-from ckpt_tools.megatron.huggingface.config.model_args import ModelArgs
-from ckpt_tools.megatron.huggingface.config.numbers import MAX_SIZE
+from ckpt_tools.megatron.huggingface.config.model_args import MAX_SIZE, ModelArgs
 from ckpt_tools.megatron.huggingface.mapping.layouts import (
     JOINED,
     LAYOUTS,

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ckpt_tools.errors import CkptError, MappingError, list_problems
-from ckpt_tools.megatron.huggingface.config.numbers import MAX_LAYERS, MAX_SIZE
+from ckpt_tools.megatron.huggingface.config.model_args import MAX_LAYERS, MAX_SIZE
 from ckpt_tools.megatron.huggingface.families.file_places import Problems, RuleSource, parse_rule_source
 from ckpt_tools.megatron.huggingface.families.rule_items import Names, Words, read_rules
 from ckpt_tools.megatron.huggingface.mapping.rules import SMALLEST, Pair, Rule, pairs_of
