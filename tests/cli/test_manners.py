@@ -95,17 +95,6 @@ def test_quiet_does_not_hide_errors(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert err.startswith("error: iteration 2")
 
 
-@pytest.mark.parametrize("words", ["inspect {}", "verify {} -v", "ls {}", "stats {} -q"])
-def test_forty_columns(words: str) -> None:
-    """A row becomes lines of its own; nothing is cut and no column is a letter wide."""
-    text = on_a_terminal(words.format(RUN).split(), COLUMNS="40")
-    lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in text.splitlines()]
-    assert not [line for line in lines if re.fullmatch(r"\W*\w(\s+\w){3,}\W*", line)]
-    if words.startswith("verify"):
-        assert "tiling" in lines
-        assert "  looked at: 116 chunks" in lines
-
-
 def test_a_bar_ends_at_one_hundred_percent_and_is_named() -> None:
     text = on_a_terminal(["stats", str(RUN)])
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
