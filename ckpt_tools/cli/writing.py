@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
 from ckpt_tools.cli import render
-from ckpt_tools.cli.table import Given
+from ckpt_tools.cli.table import AnyOptions, Given
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.job.conversion import Progress
@@ -21,7 +22,8 @@ def carry_out(
     source: str,
     output: str,
     given: Given,
-    run: Callable[[int | None, bool, Progress], Report],
+    options: AnyOptions,
+    run: Callable[[AnyOptions, Progress], Report],
     data: Callable[[Report], dict[str, Any]],
     show: Callable[[Report], None],
     *,
@@ -31,7 +33,7 @@ def carry_out(
     """Run a command on one iteration, or on all if `--iteration all` is given, and print what it did on rank 0.
 
     Args:
-        run: takes an iteration (None: the latest) and whether the output's tracker is to name it then.
+        options: of the library. `run` gets them with the iteration, and whether the output's tracker is to name it.
         data: the report as JSON's types. `show` prints it for people.
         kinds: those of the output that count as there already; empty for the source's own.
         schema_version: of one report, which that of all iterations has too.
@@ -40,15 +42,17 @@ def carry_out(
     from ckpt_tools.cli.reports import say_unfinished
     from ckpt_tools.commands.job import iterations
 
+    def run_one(number: int | None, tracker: bool) -> Report:
+        changes: dict[str, Any] = {"tracker": tracker} if hasattr(options, "tracker") else {}
+        return run(replace(options, iteration=number, **changes), progress)  # type: ignore[type-var]
+
     number, as_json, file = given["iteration"], given["as_json"], given.get("report")
     with progress_bar(given["quiet"]) as progress:
         if number != "all":
-            done = run(number, True, progress)
+            done = run_one(number, True)
             outcomes = [iterations.Outcome(number, done)]
         else:
-            outcomes = iterations.convert_iterations(
-                source, output, kinds, given["overwrite"], lambda n, tracker: run(n, tracker, progress)
-            )
+            outcomes = iterations.convert_iterations(source, output, kinds, given["overwrite"], run_one)
     if is_first_rank():
         if as_json or file is not None:
             found = data(done) if number != "all" else iterations.as_json(outcomes, data, schema_version)

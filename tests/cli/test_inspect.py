@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ckpt_tools.cli import render
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.look.read_values import json_value
 from ckpt_tools.human import human_bytes
@@ -196,18 +195,6 @@ def test_tree(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_names_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.warns(UserWarning, match="single process"):
-        dcp.save({"evil\x1b[2J\u202e": torch.zeros(1), "o\r\n": 1}, checkpoint_id=tmp_path, no_dist=True)
-    for option in ("--tree", "--enable-msc"):
-        assert run(["inspect", str(tmp_path), option]) == 0
-        out = capsys.readouterr().out
-        assert "evil\\x1b[2J\\u202e" in out
-        assert "o\\r\\n" in out
-        assert not {"\x1b", "\u202e", "\r"} & set(out)
-    assert render.escape("naïve 模型") == "naïve 模型"
-
-
 def test_escaping_and_units() -> None:
     assert [human_bytes(n) for n in (0, 1023, 1024, 1536, 5 << 40)] == [
         "0 B",
@@ -216,13 +203,6 @@ def test_escaping_and_units() -> None:
         "1.5 KiB",
         "5.0 TiB",
     ]
-
-
-def test_missing_path_is_one_paragraph(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["inspect", f"{path_of(LLAMA)}x"]) == 3
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err == f"error: {path_of(LLAMA)}x does not exist. Did you mean {path_of(LLAMA)}?\n"
 
 
 def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:

@@ -95,13 +95,6 @@ def test_what_is_there_is_passed_over_and_what_is_broken_named(
     assert [one["source_format"] for one in found["iterations"]] == ["fsdp_dtensor"] * 2
 
 
-def test_a_folder_that_is_no_run_has_no_iterations(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["strip", str(fixture_dir(FSDP) / FOLDER), str(tmp_path / "out"), "--iteration", "all"]) == 2
-    assert "is one checkpoint, not a run's root" in capsys.readouterr().err
-
-
 LINES = {
     "inspect": "RUN", "build-param-group-map": "RUN", "stats": "RUN", "plan": "RUN",
     "import-hf": "RUN OUT", "diff": "RUN RUN", "compare-two-checkpoint": "RUN RUN", "preflight": "RUN",

@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 
 from ckpt_tools.cli import findings, render
 from ckpt_tools.cli.app import run
+from ckpt_tools.cli.options import in_a_folder
 from ckpt_tools.commands.look import pages
+from ckpt_tools.errors import UsageError
 from ckpt_tools.verify.report import Check, Finding, Report
 from tests.conftest import DATA, REPO
 
@@ -249,11 +251,8 @@ REPORTS = [
 ]
 
 
-@pytest.mark.parametrize("words", REPORTS)
-def test_a_file_that_cannot_be_written_is_refused_before_the_work(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Root may write everywhere, so the system's answer is put in its mouth."""
+def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the work (test_habits). Root may write everywhere, so the system's answer is put in its mouth."""
     real = os.access
     denied = {tmp_path / "reports", tmp_path / "old"}
 
@@ -262,17 +261,11 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
 
     monkeypatch.setattr(os, "access", access)
     (tmp_path / "reports").mkdir()
-    (tmp_path / "old").write_text("old")
+    (tmp_path / "old").write_text("<old")
     (tmp_path / "dangling").symlink_to("nothing")
     for file in (tmp_path / "reports" / "new", tmp_path / "old", tmp_path / "dangling"):
-        argv = [
-            {"IN": str(LLAMA), "OUT": str(tmp_path / "out"), "FILE": str(file)}.get(w, w)
-            for w in words.split()
-        ]
-        assert run(argv) == 2
-        assert f"{file} cannot be written" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-    assert (tmp_path / "old").read_text() == "old"
+        with pytest.raises(UsageError, match=f"{file} cannot be written"):
+            in_a_folder(file)
 
 
 @pytest.mark.parametrize("words", REPORTS)

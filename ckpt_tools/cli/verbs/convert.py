@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -89,14 +88,9 @@ def convert_to(to: Format, source: str, output: str, given: dict[str, Any]) -> N
     # A Hugging Face model has no root: each iteration gets a folder.
     in_folders = to == "hf" and given["iteration"] == "all"
 
-    def run(number: int | None, tracker: bool, progress: Progress) -> ConversionReport:
-        place = path_in(output, iteration_folder(number)) if in_folders else output
-        changes: dict[str, Any] = (
-            {"iteration": number} if to == "hf" else {"iteration": number, "tracker": tracker}
-        )
-        report: ConversionReport = function(
-            source, place, replace(options, **changes), progress, given["dry_run"]
-        )
+    def run(options: Any, progress: Progress) -> ConversionReport:
+        place = path_in(output, iteration_folder(options.iteration)) if in_folders else output
+        report: ConversionReport = function(source, place, options, progress, given["dry_run"])
         return report
 
     kinds: tuple[CheckpointKind, ...] = ("safetensors",) if to == "hf" else (to,)
@@ -106,6 +100,7 @@ def convert_to(to: Format, source: str, output: str, given: dict[str, Any]) -> N
         source,
         output,
         given,
+        options,
         run,
         ConversionReport.as_json,
         print_report,

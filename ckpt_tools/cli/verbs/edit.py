@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from math import fsum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +20,6 @@ from ckpt_tools.cli.table import (
     REWRITING,
     RUNNING,
     Checkpoint,
-    Given,
     OutputDir,
     fill,
     with_options,
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
     from ckpt_tools.commands.edit.average import Averaged
     from ckpt_tools.commands.edit.copy import Copied, CopyReport
     from ckpt_tools.commands.edit.repair import Repaired
-    from ckpt_tools.commands.job.conversion import EditOptions, Progress
     from ckpt_tools.commands.job.report import ConversionReport
 
 _SHOWN = 20
@@ -77,35 +74,16 @@ _COPY = {
 }
 
 
-def _edit(
-    source: str,
-    output: str,
-    given: Given,
-    run: Callable[[EditOptions, Progress], ConversionReport],
-    data: Callable[[ConversionReport], dict[str, Any]],
-    show: Callable[[ConversionReport], None],
-) -> None:
-    from ckpt_tools.commands.job.conversion import EditOptions
-
-    options = fill(EditOptions, given, iteration=None)
-    carry_out(
-        source,
-        output,
-        given,
-        lambda number, tracker, progress: run(replace(options, iteration=number, tracker=tracker), progress),
-        data,
-        show,
-    )
-
-
 def modify_state_dict(input_dir: Checkpoint, output_dir: OutputDir, **given: Any) -> None:
     """Copy a checkpoint without some keys or with other names. Removals first; the first rename that fits wins."""
     from ckpt_tools.commands.edit.modify import modify_state_dict as modify
+    from ckpt_tools.commands.job.conversion import EditOptions
 
-    _edit(
+    carry_out(
         input_dir,
         output_dir,
         given,
+        fill(EditOptions, given),
         lambda options, progress: modify(input_dir, output_dir, given["op"], options, progress),
         _edited_json,
         _print_edited,
@@ -115,12 +93,14 @@ def modify_state_dict(input_dir: Checkpoint, output_dir: OutputDir, **given: Any
 def slice_layers(input_dir: Checkpoint, output_dir: OutputDir, **given: Any) -> None:
     """Copy a few layers of a checkpoint as a small, whole checkpoint, for tests and CI."""
     from ckpt_tools.commands.edit.slice import slice_layers as cut
+    from ckpt_tools.commands.job.conversion import EditOptions
 
     layers, block = given["layers"], given["block"]
-    _edit(
+    carry_out(
         input_dir,
         output_dir,
         given,
+        fill(EditOptions, given),
         lambda options, progress: cut(input_dir, output_dir, layers, block, options, progress),
         _edited_json,
         _print_edited,
@@ -148,16 +128,18 @@ def strip(
 ) -> None:
     """Copy the weights of a checkpoint: without optimizer, scheduler and random number states."""
     from ckpt_tools.commands.edit.strip import strip_checkpoint
+    from ckpt_tools.commands.job.conversion import EditOptions
     from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh
     from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 
     settings = fill(TargetOptions, {name: given[name] for name in FRESH_OPTIMIZER})
     check_fresh(replace(settings, weights_only=True))
     fresh = settings if settings.fresh_optimizer else None
-    _edit(
+    carry_out(
         input_dir,
         output_dir,
         given,
+        fill(EditOptions, given),
         lambda options, progress: strip_checkpoint(
             input_dir, output_dir, given["dtype"], options, progress, fresh, given["check_masters"]
         ),
@@ -206,12 +188,12 @@ def average(
     """Weighted mean of checkpoints: of masters where there are any, else of weights; all else is the last's."""
     from ckpt_tools.commands.edit.average import AverageOptions, average_checkpoints
 
-    options = fill(AverageOptions, given)
     carry_out(
         input_dirs[-1],
         output_dir,
         given,
-        lambda _number, _tracker, progress: average_checkpoints(input_dirs, output_dir, options, progress),
+        fill(AverageOptions, given),
+        lambda options, progress: average_checkpoints(input_dirs, output_dir, options, progress),
         _averaged_json,
         _print_averaged,
     )
@@ -257,12 +239,12 @@ def repair(
     """
     from ckpt_tools.commands.edit.repair import RepairOptions, repair_checkpoint
 
-    options = fill(RepairOptions, given)
     done = carry_out(
         input_dir,
         output_dir,
         given,
-        lambda _number, _tracker, progress: repair_checkpoint(input_dir, output_dir, options, progress),
+        fill(RepairOptions, given),
+        lambda options, progress: repair_checkpoint(input_dir, output_dir, options, progress),
         _repaired_json,
         _print_repaired,
     )
@@ -379,14 +361,12 @@ def merge_adapter(
             f"a base, its adapter and the output are three folders; {len(input_dirs) + 1} are given"
         )
     base, adapter = input_dirs[0], input_dirs[1] if len(input_dirs) > 1 else None
-    options = fill(MergeOptions, given, adapter=adapter)
     carry_out(
         base,
         output_dir,
         given,
-        lambda _number, _tracker, progress: merge(
-            base, adapter, output_dir, options, progress, given["dry_run"]
-        ),
+        fill(MergeOptions, given, adapter=adapter),
+        lambda options, progress: merge(base, adapter, output_dir, options, progress, given["dry_run"]),
         ConversionReport.as_json,
         print_report,
     )

@@ -129,14 +129,12 @@ def import_(
     from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 
     named = {name: given[name] for name in ("dialect", "experts", "tp", *t.FRESH_OPTIMIZER)}
-    options = fill(ImportOptions, given, fsdp=fill(TargetOptions, named), layout=layout_of(given))
     carry_out(
         input_dir,
         output_dir,
         given,
-        lambda _number, _tracker, progress: import_hf(
-            input_dir, output_dir, options, progress, given["dry_run"]
-        ),
+        fill(ImportOptions, given, fsdp=fill(TargetOptions, named), layout=layout_of(given)),
+        lambda options, progress: import_hf(input_dir, output_dir, options, progress, given["dry_run"]),
         ConversionReport.as_json,
         print_report,
     )
