@@ -270,7 +270,7 @@ def test_a_large_tensor_is_compared_in_bounded_memory(tmp_path):
     from ckpt_tools.model.catalog import Catalog, Chunk, Item, TensorEntry
     from ckpt_tools.model.target import TargetTensor
     from ckpt_tools.model.views import Source
-    from ckpt_tools.verify.compare.differences import Side, diff_tensors
+    from ckpt_tools.verify.compare.differences import Side, comparing
 
     shape = (64, 1 << 20)  # 256 MiB, sparse on disk
     sides = []
@@ -293,7 +293,8 @@ def test_a_large_tensor_is_compared_in_bounded_memory(tmp_path):
         file.seek(4 * (63 * shape[1] + 5))
         file.write(struct.pack("<f", 1.0))
     tracemalloc.start()
-    (tensor,) = diff_tensors(sides[0], sides[1], DiffOptions(threads=1))
+    with comparing(sides[0], sides[1], DiffOptions(threads=1)) as found:
+        (tensor,) = found()
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert (tensor.found.different, tensor.found.index) == (1, (63, 5))

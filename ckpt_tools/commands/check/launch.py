@@ -65,32 +65,30 @@ _MLA_YARN = {
     "beta_slow": 1,
     "original_max_position_embeddings": 4096,
 }  # no flags
+_OF_FSDP_JOB: Mapping[str, Any] = {
+    "use_megatron_fsdp": True,
+    "data_parallel_sharding_strategy": "optim_grads_params",
+    "use_distributed_optimizer": True,
+    "gradient_accumulation_fusion": False,
+    "ckpt_format": "fsdp_dtensor",
+    "pipeline_model_parallel_size": 1,
+}
 _OF_FSDP = re.compile(
     r"(outer_dp_sharding_strategy|num_distributed_optimizer_instances|megatron_fsdp_.*|fsdp_.*|nccl_ub)"
 )
-# Of Megatron-Bridge's `model` section: its name, and that of Megatron-LM's argument where it is another.
-_BRIDGE_MODEL: Mapping[str, str] = {
-    name: argument or name
-    for name, _, argument in (
-        entry.partition("=")
-        for entry in (
-            "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-            "vocab_size", "make_vocab_size_divisible_by", "seq_length", "normalization", "add_bias_linear",
-            "add_qkv_bias", "qk_layernorm", "layernorm_epsilon", "position_embedding_type", "rotary_base",
-            "rotary_percent", "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim",
-            "qk_pos_emb_head_dim", "v_head_dim", "num_moe_experts=num_experts", "moe_ffn_hidden_size",
-            "moe_shared_expert_intermediate_size", "moe_layer_freq", "moe_router_topk", "moe_grouped_gemm",
-            "moe_router_enable_expert_bias", "mtp_num_layers", "transformer_impl", "should_pad_vocab",
-            "gated_linear_unit=swiglu", "share_embeddings_and_output_weights", "expert_model_parallel_size",
-            "context_parallel_size",
-        )
-    )
-}  # fmt: skip
-
-
-def _is_override(word: str) -> bool:
-    name, equals, _ = word.partition("=")
-    return bool(equals) and "." in name and "/" not in name
+# Of Megatron-Bridge's `model` section, in the order in which they are printed.
+_BRIDGE_MODEL = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "vocab_size", "make_vocab_size_divisible_by", "seq_length", "normalization", "add_bias_linear",
+    "add_qkv_bias", "qk_layernorm", "layernorm_epsilon", "position_embedding_type", "rotary_base",
+    "rotary_percent", "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim",
+    "qk_pos_emb_head_dim", "v_head_dim", "num_moe_experts", "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size", "moe_layer_freq", "moe_router_topk", "moe_grouped_gemm",
+    "moe_router_enable_expert_bias", "mtp_num_layers", "transformer_impl", "should_pad_vocab",
+    "gated_linear_unit", "share_embeddings_and_output_weights", "expert_model_parallel_size",
+    "context_parallel_size",
+)  # fmt: skip
+_BRIDGE_ARGUMENTS = {"num_moe_experts": "num_experts", "gated_linear_unit": "swiglu"}  # where names differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +113,9 @@ class Launch:
         """The command as a shell reads it, a line a flag."""
         lines = [list(map(shlex.quote, self.words[:1]))]
         for word in self.words[1:]:
-            if word.startswith("--") or word.endswith(".py") or _is_override(word):
+            name, equals, _ = word.partition("=")
+            is_override = equals and "." in name and "/" not in name
+            if word.startswith("--") or word.endswith(".py") or is_override:
                 lines.append([])
             lines[-1].append(shlex.quote(word))
         return " \\\n    ".join(" ".join(line) for line in lines)
@@ -208,17 +208,13 @@ def unsaid(f: Facts) -> list[str]:
     return found
 
 
-def _stored_as(f: Facts, flag: Flag) -> Any:
-    return f.args.get(flag.name, f.args.get(_OLD_NAMES.get(flag.name, "")))
-
-
 def _stored_settings(f: Facts) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The settings of the run that go over to the job, and a comment for each whose value its flag does not take."""
     native = f.kind == "fsdp_dtensor" and bool(f.args.get("use_megatron_fsdp"))
     found: dict[str, Any] = {}
     unsaid: list[str] = []
     for flag in flags_of(f.job.program):
-        stored = _stored_as(f, flag)
+        stored = f.args.get(flag.name, f.args.get(_OLD_NAMES.get(flag.name, "")))
         if stored is None or _LEFT_OUT.fullmatch(flag.name):
             continue
         value = _plain(stored, flag)
@@ -281,9 +277,10 @@ def _decided(f: Facts) -> dict[str, Any]:
     stored = f.stored
     decided: dict[str, Any] = {
         **_of_record(f),
-        **(_of_fsdp() if f.kind == "fsdp_dtensor" else _of_torch_dist(f)),
+        **(_OF_FSDP_JOB if f.kind == "fsdp_dtensor" else _of_torch_dist(f)),
         "tensor_model_parallel_size": f.tp,
-        "padded_vocab_size": _padded(f),
+        # The stored rows, unless the job's own padding gives them.
+        "padded_vocab_size": None if stored.rows == wanted_rows(f, f.args) else stored.rows,
     }
     if stored.version_2:  # of whose optimizer main stores and loads nothing yet
         decided |= {"megatron_fsdp_version": 2, "use_distributed_optimizer": False, "no_load_optim": True}
@@ -304,25 +301,16 @@ def _decided(f: Facts) -> dict[str, Any]:
     if stored.mtp_layers:
         decided["mtp_num_layers"] = stored.mtp_layers
     if f.begins:
-        decided |= {"override_opt_param_scheduler": True, **_stored_rates(f)}
+        # The rates that a fresh optimizer was made with, which the job's arguments replace.
+        rates = {"lr": "max_lr", "min_lr": "min_lr", "weight_decay": "start_wd"}
+        decided |= {name: f.schedule[key] for name, key in rates.items() if key in f.schedule}
+        decided["override_opt_param_scheduler"] = True
     stages = range(decided["pipeline_model_parallel_size"])
     if not f.states and (f.kind == "torch_dist" or f.job.program in before("core-0.19")):
         decided["finetune"] = True
     elif not all((stage, rank) in f.rng_ranks for stage in stages for rank in range(f.tp)):
         decided["no_load_rng"] = True
     return decided
-
-
-def _of_fsdp() -> dict[str, Any]:
-    """What Megatron-FSDP decides."""
-    return {
-        "use_megatron_fsdp": True,
-        "data_parallel_sharding_strategy": "optim_grads_params",
-        "use_distributed_optimizer": True,
-        "gradient_accumulation_fusion": False,
-        "ckpt_format": "fsdp_dtensor",
-        "pipeline_model_parallel_size": 1,
-    }
 
 
 def _of_torch_dist(f: Facts) -> dict[str, Any]:
@@ -345,17 +333,6 @@ def _of_record(f: Facts) -> dict[str, Any]:
     if f.tp > 1 and any(".experts." in name for name in f.stored.shapes):
         found["sequence_parallel"] = True  # without it a layer of experts does not train
     return found
-
-
-def _stored_rates(f: Facts) -> dict[str, Any]:
-    """The rates that a fresh optimizer was made with, which the job's arguments replace."""
-    names = {"lr": "max_lr", "min_lr": "min_lr", "weight_decay": "start_wd"}
-    return {name: f.schedule[stored] for name, stored in names.items() if stored in f.schedule}
-
-
-def _padded(f: Facts) -> int | None:
-    """The stored rows, where no padding that the job would do by itself gives them."""
-    return None if f.stored.rows in (None, wanted_rows(f, f.args)) else f.stored.rows
 
 
 def _plain(value: Any, flag: Flag) -> Any:
@@ -413,7 +390,7 @@ def _data(f: Facts) -> Iterator[str]:
 
 def _bridge(f: Facts, load: str, step: int | None) -> Iterator[str]:
     """Bridge's runner: a recipe of the model's family, and what the checkpoint decides about it."""
-    model = {name: f.args.get(argument, f.args.get(name)) for name, argument in _BRIDGE_MODEL.items()}
+    model = {name: f.args.get(_BRIDGE_ARGUMENTS.get(name, name), f.args.get(name)) for name in _BRIDGE_MODEL}
     decided = _decided(f)
     model |= {name: decided[name] for name in ("transformer_impl", "moe_grouped_gemm") if name in decided}
     if (untied := f.stored.output_layer) is not None:

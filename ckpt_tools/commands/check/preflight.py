@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +230,16 @@ def _about(opened: Opened) -> tuple[Facts, int | None]:
     else:
         keys = (*catalog.tensors, *catalog.objects)
         states = {"any"} if any(is_optimizer_key(key) for key in keys) else set()
-    record = _target_of(opened, shapes, ranks)
+    record = read_record(opened.files)
+    stored_size = stored_tp(record, ranks, common.args)
+    tp = None if stored_size is None else stored_size.ranks
+    job: dict[str, Any] = {}  # that the conversion was made for
+    if record is not None:
+        job = {"target": record.target, "tokens": record.tokens}
+        if is_fsdp:
+            sizes = {name: getattr(record, axis) for axis, name in _AXES.items()}
+            job["sizes"] = {name: size.ranks for name, size in sizes.items() if size is not None}
+            job["ranks"] = None if record.dp is None else record.dp.ranks * (tp or 1)
     facts = Facts(
         kind=kind,
         args=common.args or common.model_config,
@@ -240,15 +249,12 @@ def _about(opened: Opened) -> tuple[Facts, int | None]:
         states=frozenset(states),
         layout=FORMATS[kind].layout(catalog, common),
         rng_ranks=frozenset(ranks),
-        tp_of_packed=record.tp,
-        packed=record.packed if is_fsdp else (),
-        target=record.program,
-        tokens=record.tokens,
-        ranks=record.ranks if is_fsdp else None,
-        sizes=record.sizes if is_fsdp else {},
+        tp_of_packed=tp,
+        packed=_packed(shapes) if is_fsdp else (),
         schedule=_schedule(opened) if is_fsdp else {},
+        **job,
     )
-    size = record.tp or facts.args.get("tensor_model_parallel_size")
+    size = tp or facts.args.get("tensor_model_parallel_size")
     return facts, size if isinstance(size, int) and size > 0 else None
 
 
@@ -293,31 +299,6 @@ def local_norms(names: Collection[str]) -> bool | None:
     fused = any(_FUSED_NORM.search(f".{rest}") for layer in rests.values() for rest in layer)
     apart = any({norm, weight} <= layer for layer in rests.values() for norm, weight in _NORM_APART)
     return apart if fused != apart and not is_hybrid(names) else None  # a HybridModel has one spec only
-
-
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """The job that a conversion was made for, as far as anything tells."""
-
-    tp: int | None = None
-    packed: tuple[str, ...] = ()
-    program: str | None = None
-    tokens: int | None = None
-    ranks: int | None = None
-    sizes: Mapping[str, int] = field(default_factory=dict)
-
-
-def _target_of(opened: Opened, names: Iterable[str], rng: Collection[tuple[int, int]]) -> _Target:
-    """The job that the checkpoint was written for: by its record, its rng states, its arguments."""
-    record = read_record(opened.files)
-    size = stored_tp(record, rng, opened.common.args)
-    tp, packed = None if size is None else size.ranks, _packed(names)
-    if record is None:
-        return _Target(tp, packed)
-    named = {name: getattr(record, axis) for axis, name in _AXES.items()}
-    sizes = {name: axis.ranks for name, axis in named.items() if axis is not None}
-    ranks = None if record.dp is None else record.dp.ranks * (tp or 1)
-    return _Target(tp, packed, record.target, record.tokens, ranks, sizes)
 
 
 def _packed(names: Iterable[str]) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from ckpt_tools.megatron.fsdp_dtensor.tensors import state_prefix
 from ckpt_tools.megatron.fsdp_dtensor.write import build_fsdp_target
 from ckpt_tools.megatron.huggingface.mapping.checks import Spec
 from ckpt_tools.megatron.huggingface.mapping.rules import Family
-from ckpt_tools.megatron.huggingface.mapping.targets import Imported, import_targets
+from ckpt_tools.megatron.huggingface.mapping.targets import import_targets
 from ckpt_tools.megatron.huggingface.quantization.quantized import Dequantized, dequantized
 from ckpt_tools.megatron.huggingface.vision.towers import QUANTIZED
 from ckpt_tools.megatron.keys import COMMON_OBJECT, KEPT, MODEL_PREFIX, role_of
@@ -39,7 +39,7 @@ from ckpt_tools.megatron.names import DIALECTS
 from ckpt_tools.megatron.run_state.record import read_record, stored_tp
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import optimizer_layout
-from ckpt_tools.model.catalog import Catalog, TensorEntry, Value
+from ckpt_tools.model.catalog import TensorEntry, Value
 from ckpt_tools.model.choices import DiffBy
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import WEIGHT, Role
@@ -61,7 +61,7 @@ _OF_A_RUN = ("optimizer.", "opt_param_scheduler.", KEPT)
 _FUSED_NORMS = (".linear_qkv.layer_norm_weight", ".linear_fc1.layer_norm_weight")
 _NO_CONTENT = "no content of its own, as import-hf says"
 _SAME = "the same values as {}, as config.json says"
-_EXACT = {("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64")}  # every value has its like
+_EXACT = {("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64")}  # lossless casts
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +163,7 @@ def by_keys(opened: Opened) -> Side:
     """The checkpoint under its stored keys; a common state is one value wherever it lies."""
     roles = opened.roles()
     tensors = {
-        key: TargetTensor(
-            key,
-            entry.dtype,
-            entry.shape,
-            (Source(key),),
-            role=roles[key],
-        )
+        key: TargetTensor(key, entry.dtype, entry.shape, (Source(key),), role=roles[key])
         for key, entry in opened.catalog.tensors.items()
     }
     objects: dict[str, object] = {k: o for k, o in opened.catalog.objects.items() if k != COMMON_OBJECT}
@@ -319,11 +313,14 @@ def by_export(
     catalog = replace(kept, tensors={key: _reshaped(e, shapes) for key, e in kept.tensors.items()})
     families = families_with(rules, plain.config if whole is None else whole.tower.config)
     redundant = _redundant(replace(model, catalog=kept), plain, views, families, headers)
-    stored: dict[str, TargetTensor | InlineTensor] = {
-        key: TargetTensor(key, _compared_dtype(entry, views.get(key)), entry.shape, (Source(key),))
-        for key, entry in catalog.tensors.items()
-        if key not in redundant and key not in plain.parts and key not in others
-    }
+    stored: dict[str, TargetTensor | InlineTensor] = {}
+    for key, entry in catalog.tensors.items():
+        if key in redundant or key in plain.parts or key in others:
+            continue
+        view, dtype = views.get(key), entry.dtype
+        if view is not None and (dtype, view.dtype) in _EXACT:
+            dtype = view.dtype
+        stored[key] = TargetTensor(key, dtype, entry.shape, (Source(key),))
     wider = [key for key, tensor in stored.items() if tensor.dtype != catalog.tensors[key].dtype]
     if wider:
         notes.append(
@@ -366,11 +363,6 @@ def no_optimizer(roles: Iterable[Role]) -> str:
     return f"in the checkpoint alone, since a Hugging Face model has no optimizer: {counts}"
 
 
-def _compared_dtype(entry: TensorEntry, view: TargetTensor | InlineTensor | None) -> str:
-    """The stored type, or the other side's where that holds every value of it."""
-    return view.dtype if view is not None and (entry.dtype, view.dtype) in _EXACT else entry.dtype
-
-
 def _reshaped(entry: TensorEntry, shapes: Mapping[str, tuple[int, ...]]) -> TensorEntry:
     """The stored tensor with the axes that the view of the other side has; its bytes are the same."""
     shape = shapes.get(entry.key, entry.shape)
@@ -391,8 +383,11 @@ def _redundant(
     That is proven, if more than headers may be read.
     """
     specs = plain.specs
-    imported = _as_imported(plain, families) if not specs.keys() <= views.keys() else None
-    if imported is None:
+    if specs.keys() <= views.keys():
+        return {}
+    try:
+        imported = import_targets(specs, plain.config, families=families)
+    except MappingError:  # not a whole model, which the comparison says better
         return {}
     paired = {key for pair in imported.equal for key in pair}
     found = {key: _NO_CONTENT for key in imported.dropped if key not in views and key not in paired}
@@ -403,23 +398,10 @@ def _redundant(
     return found
 
 
-def _as_imported(plain: Dequantized, families: Mapping[str, Family]) -> Imported | None:
-    """What an import would make of the model; None where it is not a whole one, which a comparison says better."""
-    try:
-        return import_targets(plain.specs, plain.config, families=families)
-    except MappingError:
-        return None
-
-
 def _is_proven(model: Opened, specs: Mapping[str, Spec], pair: tuple[str, str]) -> bool:
-    catalog: Catalog = model.catalog
+    values = {key: Value(specs[key].dtype, specs[key].shape, (Source(key),)) for key in pair}
     try:
-        prove_equal(
-            model.files,
-            catalog,
-            {key: Value(specs[key].dtype, specs[key].shape, (Source(key),)) for key in pair},
-            [pair],
-        )
+        prove_equal(model.files, model.catalog, values, [pair])
     except MappingError:
         return False
     return True

@@ -90,11 +90,13 @@ class Tensor:
     def __getitem__(self, index: Any) -> Any:
         """What numpy would give for this basic index: integers, slices, `...`; only that is read."""
         parts = index if isinstance(index, tuple) else (index,)
-        if not all(map(_is_basic, parts)):
+        if not all(part is None or part is Ellipsis or _is_index(part) for part in parts):
             raise IndexError(
                 "integers, slices and ... choose what is read; read it first, and index that by arrays and booleans"
             )
-        _without_memory(self.shape)[index]  # refuses what numpy refuses
+        np.broadcast_to(np.zeros((), np.uint8), self.shape)[
+            index
+        ]  # takes one byte, refuses what numpy refuses
         box, inside = _around(parts, self.shape)
         return self._read(box)[inside]
 
@@ -116,16 +118,9 @@ class Tensor:
         return _in_numpy(values, self.dtype)
 
 
-def _is_basic(part: object) -> bool:
-    """Whether numpy takes it for a place along an axis: True and False it does not, which are integers to Python."""
-    if isinstance(part, bool):
-        return False
-    return part is None or part is Ellipsis or isinstance(part, slice | int | np.integer)
-
-
-def _without_memory(shape: tuple[int, ...]) -> Array:
-    """An array of any shape that takes one byte."""
-    return np.broadcast_to(np.zeros((), np.uint8), shape)
+def _is_index(part: object) -> bool:
+    """A place along an axis; True and False are integers to Python, masks to numpy."""
+    return isinstance(part, slice | int | np.integer) and not isinstance(part, bool)
 
 
 def _around(parts: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
@@ -328,10 +323,7 @@ class Checkpoint(Mapping[str, Any]):
 
 
 def _check_text(name: object, what: str, example: str) -> None:
-    """
-    Raises:
-        TypeError: it is not text, as somebody gives who takes a checkpoint for a list, or a tensor for its parameter.
-    """
+    """Raise TypeError if a key is not a str: an index, for example."""
     if not isinstance(name, str):
         raise TypeError(f"{what} are text such as {example!r}, not {type(name).__name__}")
 

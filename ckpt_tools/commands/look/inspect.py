@@ -195,13 +195,6 @@ class Inspection:
         }
 
 
-def _refuse_idle(keys: Sequence[str], catalog: Catalog) -> None:
-    """Nothing, unless globs are given and all of them match nothing, so that an empty listing would be the answer."""
-    idle = unmatched_lines("--keys", keys, (*catalog.tensors, *catalog.objects))
-    if keys and len(idle) == len(set(keys)):
-        raise UsageError(f"nothing to list of {catalog.root}:\n{list_problems(idle)}", idle)
-
-
 def inspect_checkpoint(
     path: AnyPath,
     iteration: int | None = None,
@@ -217,17 +210,12 @@ def inspect_checkpoint(
     path = path_text(path)
     with open_checkpoint(path, iteration, trust_pickle) as opened:
         location, catalog, common = opened.location, opened.catalog, opened.common
-    _refuse_idle(keys, catalog)
+    idle = unmatched_lines("--keys", keys, (*catalog.tensors, *catalog.objects))
+    if keys and len(idle) == len(set(keys)):  # an empty listing would be the answer
+        raise UsageError(f"nothing to list of {catalog.root}:\n{list_problems(idle)}", idle)
     roles = opened.roles()
     rows = tuple(  # one pass: the chunks of a very large catalog are decoded as they are looked at
-        TensorRow(
-            key,
-            entry.dtype,
-            entry.shape,
-            len(entry.chunks),
-            entry.nbytes,
-            roles[key],
-        )
+        TensorRow(key, entry.dtype, entry.shape, len(entry.chunks), entry.nbytes, roles[key])
         for key, entry in catalog.tensors.items()
     )
     return Inspection(

@@ -65,7 +65,7 @@ def named_tensors(opened: Opened, by: str = "auto", workers: int | None = 1) -> 
     if by == KEYS or kind not in READ:
         return _by_keys(opened)
     try:
-        return _by_parameters(read_model(opened, Wanted(unknown_keys=True, workers=workers)))
+        model = read_model(opened, Wanted(unknown_keys=True, workers=workers))
     except NEVER_FINDINGS:
         raise
     except CkptError as error:
@@ -76,6 +76,8 @@ def named_tensors(opened: Opened, by: str = "auto", workers: int | None = 1) -> 
         return replace(
             found, notes=(*found.notes, f"tensors are those that are stored, not parameters: {first}")
         )
+    notes = (*model.notes, *([model.unread] if model.unread else []))
+    return NamedTensors(PARAMETERS, model.catalog, in_layer_order(_values(model)), notes)
 
 
 def in_layer_order(tensors: Iterable[NamedTensor]) -> tuple[NamedTensor, ...]:
@@ -94,11 +96,6 @@ def in_layer_order(tensors: Iterable[NamedTensor]) -> tuple[NamedTensor, ...]:
         )
 
     return tuple(sorted(tensors, key=place))
-
-
-def _by_parameters(model: Model) -> NamedTensors:
-    notes = [*model.notes, *([model.unread] if model.unread else [])]
-    return NamedTensors(PARAMETERS, model.catalog, in_layer_order(_values(model)), tuple(notes))
 
 
 def _values(model: Model) -> Iterator[NamedTensor]:

@@ -39,38 +39,33 @@ class Row:
     is_heading: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Strip:
-    """What is drawn: `columns` are layers in order, "" is what stands outside of layers."""
-
-    title: str
-    subtitle: str
-    columns: Sequence[str]
-    rows: Sequence[Row]
-    legend: Sequence[tuple[str, str]]  # colour, meaning
-    below: str = ""  # more SVG, drawn from (0, 0) on under the strip
-    below_height: float = 0.0
-
-
-def svg(strip: Strip) -> str:
-    """The strip as one SVG document."""
-    bottom = TOP + ROW * len(strip.rows)
-    step = (WIDTH - LEFT - RIGHT) / max(len(strip.columns), 1)
-    x = {column: LEFT + i * min(step, 40.0) for i, column in enumerate(strip.columns)}
+def _strip_svg(
+    title: str,
+    subtitle: str,
+    columns: Sequence[str],
+    rows: Sequence[Row],
+    legend: Sequence[tuple[str, str]],  # colour, meaning
+    below: str,  # more SVG, drawn from (0, 0) on under the strip
+    below_height: float,
+) -> str:
+    """A strip as one SVG document: `columns` are layers in order, "" is what stands outside of layers."""
+    bottom = TOP + ROW * len(rows)
+    step = (WIDTH - LEFT - RIGHT) / max(len(columns), 1)
+    x = {column: LEFT + i * min(step, 40.0) for i, column in enumerate(columns)}
     parts = [
-        f'<text class="title" x="12" y="26">{safe(strip.title)}</text>',
-        f'<text x="12" y="46">{safe(strip.subtitle)}</text>',
-        *_column_labels(strip.columns, x, min(step, 40.0)),
+        f'<text class="title" x="12" y="26">{safe(title)}</text>',
+        f'<text x="12" y="46">{safe(subtitle)}</text>',
+        *_column_labels(columns, x, min(step, 40.0)),
     ]
-    for number, row in enumerate(strip.rows):
+    for number, row in enumerate(rows):
         parts += _row(row, TOP + number * ROW, x, min(step, 40.0))
-    parts += _legend(strip.legend, bottom + 22)
-    height = bottom + 40 + strip.below_height
-    if strip.below:
-        parts.append(f'<g transform="translate(0 {bottom + 40:.1f})">{strip.below}</g>')
+    parts += _legend(legend, bottom + 22)
+    height = bottom + 40 + below_height
+    if below:
+        parts.append(f'<g transform="translate(0 {bottom + 40:.1f})">{below}</g>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="wide" viewBox="0 0 {WIDTH} {height:.0f}" role="img" '
-        f'aria-label="{safe(strip.title)}">\n{_SVG_STYLE}\n' + "\n".join(parts) + "\n</svg>\n"
+        f'aria-label="{safe(title)}">\n{_SVG_STYLE}\n' + "\n".join(parts) + "\n</svg>\n"
     )
 
 
@@ -173,22 +168,20 @@ def norms_svg(found: CheckpointStatistics) -> str:
     rows = _rows([(t.named, t.found) for t in found.tensors], Statistics.empty, _norm_cells)
     roles = [(role, f.histogram()) for role, f in found.roles().items()]
     below, height = _histograms(roles)
-    return svg(
-        Strip(
-            f"{_name(found.checkpoint)}: norms",
-            "one column per layer; colours tell how far a root mean square is from the middle of its row",
-            _columns(t.named for t in found.tensors),
-            rows,
-            (
-                (about_middle(-1), f"{2**_FACTOR:.0f} times smaller"),
-                (about_middle(0), "as the others"),
-                (about_middle(1), f"{2**_FACTOR:.0f} times larger"),
-                (EMPTY, "all zeros"),
-                (BAD, "NaN or Inf"),
-            ),
-            below,
-            height,
-        )
+    return _strip_svg(
+        f"{_name(found.checkpoint)}: norms",
+        "one column per layer; colours tell how far a root mean square is from the middle of its row",
+        list(dict.fromkeys(t.named.part.label for t in found.tensors)),
+        rows,
+        (
+            (about_middle(-1), f"{2**_FACTOR:.0f} times smaller"),
+            (about_middle(0), "as the others"),
+            (about_middle(1), f"{2**_FACTOR:.0f} times larger"),
+            (EMPTY, "all zeros"),
+            (BAD, "NaN or Inf"),
+        ),
+        below,
+        height,
     )
 
 
@@ -235,20 +228,18 @@ def change_svg(found: CheckpointChange, of: str = "relative") -> str:
     unit = "" if of == "relative" else " degrees"
     low, high = scale.ends
     below, height = _warning(found.left_out())
-    return svg(
-        Strip(
-            f"{_name(found.a)} to {_name(found.b)}: {what}",
-            "one column per layer; the scale is logarithmic, from the smallest to the largest of the map",
-            _columns(named for named, _ in tensors),
-            _rows(tensors, Change.empty, scale.cells),
-            (
-                (EMPTY, "no change"),
-                *_scale_legend(low, high, unit),
-                (BAD, "NaN or Inf, or from nothing"),
-            ),
-            below,
-            height,
-        )
+    return _strip_svg(
+        f"{_name(found.a)} to {_name(found.b)}: {what}",
+        "one column per layer; the scale is logarithmic, from the smallest to the largest of the map",
+        list(dict.fromkeys(named.part.label for named, _ in tensors)),
+        _rows(tensors, Change.empty, scale.cells),
+        (
+            (EMPTY, "no change"),
+            *_scale_legend(low, high, unit),
+            (BAD, "NaN or Inf, or from nothing"),
+        ),
+        below,
+        height,
     )
 
 
@@ -329,10 +320,6 @@ def _name(path: str) -> str:
 
 def _notes(notes: Sequence[str]) -> str:
     return "".join(f"<p>{safe(note)}</p>" for note in notes)
-
-
-def _columns(tensors: Iterable[NamedTensor]) -> list[str]:
-    return list(dict.fromkeys(t.part.label for t in tensors))
 
 
 Cells = Callable[[Mapping[str, Any]], dict[str, Cell]]

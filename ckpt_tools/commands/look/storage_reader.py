@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     Source: TypeAlias = "TargetTensor | InlineTensor"
 
 
-_TOLD = 3  # keys asked for in vain of which we say what they may have meant
+_MOST_HINTS = 3  # missing keys for which a suggestion is printed
 
 
 class StorageReader(TorchStorageReader):  # type: ignore[misc]  # torch is not read by the type checker
@@ -131,7 +131,9 @@ class StorageReader(TorchStorageReader):  # type: ignore[misc]  # torch is not r
         self, metadata: Metadata, is_coordinator: bool, *_args: Any, **_kwargs: Any
     ) -> None:
         """This rank's share of the masters must round to the stored weights."""
-        rank, world = _rank_and_world()
+        rank, world = 0, 1
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         seen = self._seen
         if self._options.check_masters != "none":
             check_rank_masters(seen.opened.files, seen.prepared, self._options, rank, world)
@@ -215,9 +217,9 @@ def _prepare(opened: Opened, to: str, options: ConvertOptions) -> Prepared:
 
 
 class _Entries(dict[str, Any]):
-    """What DCP is told of, by key; says what a key that is asked for in vain may have meant.
+    """The entries of DCP's metadata by key; a missing key gets a suggestion.
 
-    torch names the key that it misses, and no other. Whether missing keys are an error is the planner's to say.
+    torch names the missing key alone. Whether missing keys are an error is for the planner to say.
     """
 
     def __init__(self, path: str, to: str) -> None:
@@ -229,20 +231,17 @@ class _Entries(dict[str, Any]):
         if super().__contains__(key):
             return True
         self._missed += 1
-        if self._missed > _TOLD:  # looking for names costs time, and a partial load may miss thousands
+        if self._missed > _MOST_HINTS:  # looking for names costs time, and a partial load may miss thousands
             return False
         close = close_names(str(key), list(self))
-        hint = f"; did the program mean {', '.join(close)}?" if close else f". Keys are such as {_some(self)}"
+        some = ", ".join(sorted(self)[:2])
+        hint = f"; did the program mean {', '.join(close)}?" if close else f". Keys are such as {some}."
         warnings.warn(
             f"{key} is not among the keys that {self._path} gives as {self._to}{hint} StorageReader(PATH, "
             f"to={self._to!r}).keys() lists them",
             stacklevel=2,
         )
         return False
-
-
-def _some(keys: Iterable[str]) -> str:
-    return f"{', '.join(sorted(keys)[:2])}."
 
 
 def _entry(tensor: Source) -> TensorStorageMetadata:
@@ -258,9 +257,3 @@ def _read(reader: BoxReader, tensor: Source, item: ReadItem) -> torch.Tensor:
         return to_torch(reader.read(tensor, Box(start, size)), tensor.dtype)
     whole = inline_tensor(tensor)
     return whole[tuple(slice(at, at + count) for at, count in zip(start, size, strict=True))]
-
-
-def _rank_and_world() -> tuple[int, int]:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return 0, 1

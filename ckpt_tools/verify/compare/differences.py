@@ -107,14 +107,6 @@ class DiffReport:
         return not self.values and all(t.kind == "equal" for t in self.tensors)
 
 
-def diff_tensors(
-    a: Side, b: Side, options: DiffOptions, tick: Tick = lambda _: None
-) -> tuple[TensorDiff, ...]:
-    """What `comparing` finds."""
-    with comparing(a, b, options, tick) as tensors:
-        return tensors()
-
-
 def compare_headers(a: Side, b: Side, options: DiffOptions) -> tuple[TensorDiff, ...]:
     """What types and shapes say of every chosen tensor of either side."""
     names = [name for name in dict.fromkeys((*a.tensors, *b.tensors)) if options.wants(name)]
