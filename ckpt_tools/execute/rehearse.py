@@ -15,7 +15,7 @@ from ckpt_tools.execute.output.finished import has_files, lengths
 from ckpt_tools.execute.output.folders import Folder
 from ckpt_tools.execute.output.journal import Journal, fingerprint
 from ckpt_tools.execute.output.local_output import folders_of
-from ckpt_tools.execute.output.vacant import (
+from ckpt_tools.execute.output.staging import (
     DATA,
     JOURNAL,
     LOCK,
@@ -33,7 +33,7 @@ from ckpt_tools.execute.processes.ranks import Ranks
 from ckpt_tools.execute.write_job import Output, WriteOptions
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.model.transfers import Plan, stored_parts
-from ckpt_tools.plan.holes import hole_bytes, holes
+from ckpt_tools.plan.build import hole_bytes, holes
 
 
 def rehearse(
@@ -168,8 +168,7 @@ def _check_direct(folder: Path) -> None:
 
 
 def _look_remotely(plan: Plan, output: Output, options: WriteOptions) -> None:
-    from ckpt_tools.execute.output.marker import MARKER
-    from ckpt_tools.execute.output.remote_output import look_at_old, open_store, refuse_present
+    from ckpt_tools.execute.output.remote_output import MARKER, look_at_old, open_store, refuse_present
     from ckpt_tools.formats.storage.object_store import no_bucket
 
     store = open_store(output, options)

@@ -38,8 +38,7 @@ from ckpt_tools.execute.move.source_reader import SourceReader, forget
 from ckpt_tools.execute.output.finished import is_written
 from ckpt_tools.execute.output.journal import check_as_opened, check_unchanged, fingerprint
 from ckpt_tools.execute.output.local_output import LocalOutput
-from ckpt_tools.execute.processes.ranks import Ranks
-from ckpt_tools.execute.processes.signals import StopSignals
+from ckpt_tools.execute.processes.ranks import Ranks, StopSignals
 from ckpt_tools.execute.proof.payload_sums import SourceProof
 from ckpt_tools.execute.proof.prove_source import ProofReport, prove_rest
 from ckpt_tools.execute.write_job import (
@@ -53,8 +52,8 @@ from ckpt_tools.execute.write_job import (
     WriteReport,
 )
 from ckpt_tools.formats.dcp.metadata_write import metadata_bytes
+from ckpt_tools.formats.storage.drivers import Part
 from ckpt_tools.formats.storage.files import Files
-from ckpt_tools.formats.storage.multipart import Part
 from ckpt_tools.model.transfers import Plan
 
 __all__ = ["Output", "WriteOptions", "WriteReport", "write_checkpoint"]

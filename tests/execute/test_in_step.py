@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from ckpt_tools.execute.move.read_box import BoxReader
-from ckpt_tools.execute.proof import compare_blocks as module
-from ckpt_tools.execute.proof.compare_blocks import Seen, in_step
-from ckpt_tools.execute.proof.rounding import are_near, unlike
+from ckpt_tools.execute.proof import masters as module
+from ckpt_tools.execute.proof.masters import Seen, are_near, in_step, unlike
 from ckpt_tools.formats.dcp.metadata_read import read_catalog
 from ckpt_tools.formats.storage.files import LocalFiles
 from ckpt_tools.model.box import Box, full_box

@@ -54,7 +54,7 @@ WORKERS = (
     SCRIPT[: SCRIPT.index("here, dtype")]
     + """
 from ckpt_tools.execute.processes.ranks import Ranks
-from ckpt_tools.execute.processes.workers import shared_out
+from ckpt_tools.execute.processes.team import shared_out
 
 here, workers, budget = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 files = open_files(str(here / "in"))

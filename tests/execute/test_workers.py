@@ -15,7 +15,7 @@ from ckpt_tools.cli.app import _explain
 from ckpt_tools.cores import usable_cores
 from ckpt_tools.errors import Interrupted, MappingError, UsageError
 from ckpt_tools.execute.processes.ranks import Ranks, _joined, all_problems, told_error
-from ckpt_tools.execute.processes.workers import _error_of, default_workers, shared_out
+from ckpt_tools.execute.processes.team import _error_of, default_workers, shared_out
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from tests.conftest import REPO
 from tests.execute.conftest import make_case
@@ -25,11 +25,11 @@ SCRIPT = """
 import os, sys, time
 from pathlib import Path
 from ckpt_tools.errors import CkptError, CorruptCheckpointError
-from ckpt_tools.execute import stream
+from ckpt_tools.execute.move import stream
 from ckpt_tools.execute.processes.ranks import Ranks
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
-from ckpt_tools.execute import workers as workers_module
-from ckpt_tools.execute.processes.workers import shared_out
+from ckpt_tools.execute.processes import team as workers_module
+from ckpt_tools.execute.processes.team import shared_out
 from tests.execute.conftest import reopened_case
 
 here, out, workers, fault = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]

@@ -16,7 +16,7 @@ from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.errors import VerificationError
-from ckpt_tools.execute.proof.check_masters import MastersReport, check_masters
+from ckpt_tools.execute.proof.masters import MastersReport, check_masters
 from ckpt_tools.formats.dcp.metadata_read import read_catalog
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.megatron.run_state.settings import (

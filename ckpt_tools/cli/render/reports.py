@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.cli.render.render import escape, say, tell
 from ckpt_tools.commands.job.report import ConversionReport, Masters
 from ckpt_tools.commands.job.target_job import describe
-from ckpt_tools.execute.proof.check_masters import describe_masters
+from ckpt_tools.execute.proof.masters import describe_masters
 from ckpt_tools.execute.run import WriteReport
 from ckpt_tools.human import human_bytes
 from ckpt_tools.model.choices import assert_never

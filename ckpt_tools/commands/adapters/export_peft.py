@@ -18,7 +18,7 @@ from ckpt_tools.megatron.huggingface.lora.peft_targets import peft_target, with_
 from ckpt_tools.megatron.huggingface.mapping.rules import expand
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.target import Target
-from ckpt_tools.plan.weight_files import WeightFile, build_safetensors_plan
+from ckpt_tools.plan.build import WeightFile, build_safetensors_plan
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.huggingface.export_options import ExportOptions

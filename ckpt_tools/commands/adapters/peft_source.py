@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
-from ckpt_tools.formats.locate.hub_cache import snapshot_of
-from ckpt_tools.formats.safetensors.catalog import read_safetensors_header, refuse_pointers
+from ckpt_tools.formats.locate.run_layouts import snapshot_of
+from ckpt_tools.formats.safetensors import read_safetensors_header, refuse_pointers
 from ckpt_tools.formats.storage.files import Files, absent_folder, read_whole
 from ckpt_tools.formats.storage.joined_files import joined_entry
 from ckpt_tools.formats.storage.open_files import open_files

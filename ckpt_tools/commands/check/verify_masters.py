@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence, Set
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.read_model import Wanted, master_targets, read_model
 from ckpt_tools.errors import NEVER_FINDINGS, CkptError
-from ckpt_tools.execute.proof.check_masters import compare_all_masters
+from ckpt_tools.execute.proof.masters import compare_all_masters
 from ckpt_tools.formats.locate.detect import Location
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.megatron.dcp.state_dict import read_state_dict

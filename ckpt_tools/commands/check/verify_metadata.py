@@ -20,8 +20,7 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.formats.locate.detect import Location
 from ckpt_tools.formats.storage.files import Files, path_in
-from ckpt_tools.formats.storage.open_files import open_files
-from ckpt_tools.formats.storage.tree import files_below
+from ckpt_tools.formats.storage.open_files import files_below, open_files
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
 from ckpt_tools.megatron.run_state.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.run_state.record import RECORD_FILE, read_record

@@ -16,7 +16,6 @@ from ckpt_tools.commands.job.outputs import with_record
 from ckpt_tools.commands.job.placements import Layout, LiveModel
 from ckpt_tools.commands.job.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UsageError
-from ckpt_tools.formats.key_filter import leave_out
 from ckpt_tools.formats.locate.detect import Location
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
 from ckpt_tools.megatron.dcp.read import owners
@@ -24,11 +23,11 @@ from ckpt_tools.megatron.dcp.state_dict import StateDict, read_state_dict
 from ckpt_tools.megatron.fsdp_dtensor.entries import SmallValues
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.run_state.record import TargetRecord, read_record
-from ckpt_tools.model.catalog import Catalog, TensorEntry
+from ckpt_tools.model.catalog import Catalog, TensorEntry, leave_out
 from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import Target, TargetObject, TargetTensor
 from ckpt_tools.model.views import Source
-from ckpt_tools.sharding.describe import LiveTensor
+from ckpt_tools.sharding.units import LiveTensor
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.convert.options import ConvertOptions

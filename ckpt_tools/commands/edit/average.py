@@ -21,11 +21,11 @@ from ckpt_tools.commands.job.report import Masters
 from ckpt_tools.commands.job.rewrite import Edited, EditOptions, rewrite, use_of_masters
 from ckpt_tools.errors import UsageError, VerificationError
 from ckpt_tools.execute.processes.ranks import Ranks
-from ckpt_tools.execute.processes.workers import shared_out
-from ckpt_tools.execute.proof.check_masters import check_masters
+from ckpt_tools.execute.processes.team import shared_out
+from ckpt_tools.execute.proof.masters import check_masters
 from ckpt_tools.execute.proof.prove_source import prove_payloads
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
-from ckpt_tools.formats.safetensors.catalog import INDEX_FILE, MAX_INDEX_BYTES
+from ckpt_tools.formats.safetensors import INDEX_FILE, MAX_INDEX_BYTES
 from ckpt_tools.formats.storage.files import AnyPath, Files, path_text, read_whole
 from ckpt_tools.formats.storage.joined_files import JoinedFiles
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
@@ -34,8 +34,7 @@ from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.target import Target, TargetObject, TargetTensor
 from ckpt_tools.model.transfers import Plan
 from ckpt_tools.model.views import Source
-from ckpt_tools.plan.build import Placement
-from ckpt_tools.plan.weight_files import build_safetensors_plan
+from ckpt_tools.plan.build import Placement, build_safetensors_plan
 
 _HOW: Final = "sample"  # of every master some rows
 _TEMPORARY_TILES = 8  # what a mean needs beside a tile of every source: the sum, a product, the result

@@ -12,7 +12,7 @@ from ckpt_tools.commands.edit.mend_keys import Change, mend_keys, mended_target
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
 from ckpt_tools.commands.job.rewrite import EditOptions, rewrite
 from ckpt_tools.errors import UnsupportedCheckpointError
-from ckpt_tools.execute.proof.check_masters import check_masters
+from ckpt_tools.execute.proof.masters import check_masters
 from ckpt_tools.execute.run import WriteReport
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
 

@@ -21,7 +21,7 @@ from ckpt_tools.commands.job.report import Masters, MastersUse
 from ckpt_tools.commands.job.rewrite import Edited, EditOptions, rewrite, use_of_masters
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.processes.ranks import Ranks
-from ckpt_tools.execute.proof.check_masters import MastersReport
+from ckpt_tools.execute.proof.masters import MastersReport
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.formats.storage.files import AnyPath, path_text
 from ckpt_tools.formats.torch_archive.item_reader import read_archive

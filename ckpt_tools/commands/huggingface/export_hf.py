@@ -59,7 +59,7 @@ from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.choices import Quantization
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.target import InlineTensor, Target, TargetTensor
-from ckpt_tools.plan.weight_files import build_safetensors_plan
+from ckpt_tools.plan.build import build_safetensors_plan
 
 
 def export_hf(

@@ -7,9 +7,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt_tools.formats.locate.hub_cache import snapshot_of
 from ckpt_tools.formats.locate.owned_files import CARRIED, TEMPLATES, is_like
-from ckpt_tools.formats.safetensors.catalog import OTHER_WEIGHTS, refuse_pointers
+from ckpt_tools.formats.locate.run_layouts import snapshot_of
+from ckpt_tools.formats.safetensors import OTHER_WEIGHTS, refuse_pointers
 from ckpt_tools.formats.storage.files import path_in, read_whole
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.formats.untrusted_documents import DocumentError, parse_json

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.commands.huggingface.hf_assets import Assets, read_assets
 from ckpt_tools.commands.huggingface.hf_parts import CONFIG, as_json
-from ckpt_tools.formats.safetensors.catalog import INDEX_FILE
+from ckpt_tools.formats.safetensors import INDEX_FILE
 from ckpt_tools.megatron.huggingface.mapping.shard_files import pack_shards, shard_index
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.target import InlineTensor, TargetTensor
-from ckpt_tools.plan.weight_files import WeightFile
+from ckpt_tools.plan.build import WeightFile
 
 _IS_TOKENIZER = re.compile(r"tokenizer|tekken|vocab|spiece|sentencepiece|.*\.(?:tiktoken|spm|model)$")
 

@@ -21,9 +21,8 @@ from ckpt_tools.errors import (
     list_problems,
 )
 from ckpt_tools.execute.move.read_box import BoxReader, read_proven
-from ckpt_tools.formats.locate.hub_cache import snapshot_of
-from ckpt_tools.formats.safetensors.catalog import INDEX_FILE, refuse_pointers, unread_files
-from ckpt_tools.formats.safetensors.rank_shards import parts_of_ranks
+from ckpt_tools.formats.locate.run_layouts import snapshot_of
+from ckpt_tools.formats.safetensors import INDEX_FILE, parts_of_ranks, refuse_pointers, unread_files
 from ckpt_tools.formats.storage.files import Files, path_in, read_whole
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.formats.untrusted_documents import parse_json
@@ -37,8 +36,8 @@ from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.kernels.casts import cast, cast_checked, numpy_dtype, raw_dtype
 from ckpt_tools.model.kernels.kernel import reshaped
 from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.plan.build import WeightFile
 from ckpt_tools.plan.byte_runs import row_major_tiles
-from ckpt_tools.plan.weight_files import WeightFile
 
 CONFIG = "config.json"
 TILE_ELEMS = 1 << 22

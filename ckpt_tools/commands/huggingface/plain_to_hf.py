@@ -29,9 +29,8 @@ from ckpt_tools.commands.huggingface.hf_parts import (
 from ckpt_tools.commands.job.conversion import Conversion
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.errors import MappingError, UsageError, list_problems
-from ckpt_tools.formats.key_filter import leave_out
-from ckpt_tools.formats.locate.hub_cache import snapshot_of
-from ckpt_tools.formats.safetensors.catalog import INDEX_FILE, SINGLE_FILE, read_safetensors_catalog
+from ckpt_tools.formats.locate.run_layouts import snapshot_of
+from ckpt_tools.formats.safetensors import INDEX_FILE, SINGLE_FILE, read_safetensors_catalog
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.megatron.dcp.read import refuse_group_map
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
@@ -44,11 +43,11 @@ from ckpt_tools.megatron.huggingface.mapping.model_tensors import (
 )
 from ckpt_tools.megatron.huggingface.mapping.targets import bulk_dtype
 from ckpt_tools.megatron.huggingface.quantization.quantized import SETTINGS
-from ckpt_tools.model.catalog import Catalog, TensorEntry, Value
+from ckpt_tools.model.catalog import Catalog, TensorEntry, Value, leave_out
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.model.views import Source
-from ckpt_tools.plan.weight_files import build_safetensors_plan
+from ckpt_tools.plan.build import build_safetensors_plan
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.huggingface.export_options import ExportOptions

@@ -22,8 +22,8 @@ from ckpt_tools.commands.job.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, VerificationError
 from ckpt_tools.execute.move.read_box import read_box
 from ckpt_tools.execute.processes.ranks import Ranks, connect
-from ckpt_tools.execute.processes.workers import shared_out
-from ckpt_tools.execute.proof.check_masters import (
+from ckpt_tools.execute.processes.team import shared_out
+from ckpt_tools.execute.proof.masters import (
     MastersReport,
     compare_masters,
     in_order,

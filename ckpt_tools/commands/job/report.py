@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from ckpt_tools.execute.proof.check_masters import MastersReport
+from ckpt_tools.execute.proof.masters import MastersReport
 from ckpt_tools.execute.run import WriteReport
 from ckpt_tools.model.choices import CheckLevel, Format
 from ckpt_tools.redaction import redacted

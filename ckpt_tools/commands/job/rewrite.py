@@ -10,7 +10,7 @@ from ckpt_tools.commands.job.outputs import choose_output
 from ckpt_tools.commands.job.report import Masters, MastersUse
 from ckpt_tools.errors import UnsupportedCheckpointError
 from ckpt_tools.execute.processes.ranks import Ranks
-from ckpt_tools.execute.processes.workers import shared_out
+from ckpt_tools.execute.processes.team import shared_out
 from ckpt_tools.execute.run import WriteOptions, WriteReport, write_checkpoint
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.torch_archive.item_reader import read_small_file

@@ -19,16 +19,14 @@ from ckpt_tools.execute.move.source_reader import SourceReader
 from ckpt_tools.execute.output.fileio import check_direct, storage_errors, write_all
 from ckpt_tools.execute.output.folders import opened
 from ckpt_tools.execute.output.opened_shards import prove_shards
-from ckpt_tools.execute.output.publish import Staging
-from ckpt_tools.execute.output.vacant import can_go_on
+from ckpt_tools.execute.output.staging import Staging, can_go_on
 from ckpt_tools.execute.processes.threads import Work
 from ckpt_tools.execute.write_job import METADATA, Done, Found, SourceState, WriteJob
+from ckpt_tools.formats.storage.drivers import Part
 from ckpt_tools.formats.storage.files import Files, LocalFiles
 from ckpt_tools.formats.storage.joined_files import JoinedFiles
-from ckpt_tools.formats.storage.multipart import Part
 from ckpt_tools.model.transfers import OutputItem
-from ckpt_tools.plan.assign import worker_share
-from ckpt_tools.plan.holes import holes
+from ckpt_tools.plan.build import holes, worker_share
 
 
 class LocalOutput:

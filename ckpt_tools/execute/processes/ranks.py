@@ -2,7 +2,14 @@
 
 One process needs no torch. Several meet at the launcher's TCP store for a few small messages: outcomes of a step,
 never data. A rank that fails says so at once; the others see it within a second, stop, and all raise the same error.
-A rank that was killed or stopped says nothing: the others end within 90 seconds and name it (see `heartbeat`).
+A rank that was killed or stopped says nothing: the others end within 90 seconds and name it (see `Line`).
+
+Without a launcher's agent nobody reports a process that was killed or stopped. So every rank counts up a number at
+the store every two seconds from a thread of its own. Rank 0 watches all numbers, the others that of rank 0 and the
+store itself. Silence is counted in own beats and not by the clock: when a whole job is suspended and goes on, nobody
+has missed anything.
+
+`StopSignals` notes Ctrl-C and SIGTERM; loops ask it, so that neither interrupts cleaning up.
 """
 
 from __future__ import annotations
@@ -10,16 +17,88 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NoAnswerError
+from contextlib import suppress
 from datetime import timedelta
+from queue import Empty, SimpleQueue
+from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
 from ckpt_tools import errors
-from ckpt_tools.errors import CkptError, StorageError, UsageError
-from ckpt_tools.execute.processes.heartbeat import Line
+from ckpt_tools.errors import CkptError, Interrupted, StorageError, Terminated, UsageError
 from ckpt_tools.torch_extra import require_torch
+
+BEAT_SECONDS = 2.0
+SILENT_SECONDS = 60.0  # without a sign of life
+JOIN_SECONDS = 300.0  # until the first one; some schedulers start the ranks of a job minutes apart
+
+
+class Line:
+    """One process's line to `store`, which `keeper` keeps. Its thread ends with the process."""
+
+    def __init__(self, rank: int, world: int, store: Any, keeper: str) -> None:
+        self.rank, self.world = rank, world
+        self.store, self.keeper = store, keeper
+        self._watched = [peer for peer in (range(world) if rank == 0 else (0,)) if peer != rank]
+        self._seen: dict[int, tuple[int, int]] = dict.fromkeys(self._watched, (0, 0))
+        self._lost: str | None = None
+        self._requests: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        threading.Thread(target=self._serve, name="ckpt-line", daemon=True).start()
+
+    def ask(self, request: Callable[[], Any]) -> Any:
+        """The result of a request to the store."""
+        if self._lost is None:
+            future: Future[Any] = Future()
+            self._requests.put((request, future))
+            try:
+                return future.result(SILENT_SECONDS)
+            except NoAnswerError:
+                self._lost = f"no answer for {SILENT_SECONDS:.0f} s"
+            except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
+                self._lost = str(error).partition("\n")[0]
+        raise StorageError(
+            f"rank {self.rank} lost the other ranks: {self.keeper} was killed or stopped, or its node is gone "
+            f"({self._lost})"
+        )
+
+    def silent(self) -> list[int]:
+        """The watched ranks that give no sign of life."""
+        return [
+            peer for peer, (count, missed) in self._seen.items() if missed * BEAT_SECONDS >= _patience(count)
+        ]
+
+    def _serve(self) -> None:
+        due = 0.0
+        while True:
+            if time.monotonic() >= due:
+                with suppress(RuntimeError, OSError):  # the next request meets it again, and tells
+                    self._beat()
+                due = time.monotonic() + BEAT_SECONDS
+            try:
+                request, future = self._requests.get(timeout=max(0.0, due - time.monotonic()))
+            except Empty:
+                continue
+            try:
+                future.set_result(request())
+            except BaseException as error:
+                future.set_exception(error)
+
+    def _beat(self) -> None:
+        self.store.add(f"beat/{self.rank}", 1)
+        for peer in self._watched:
+            count = self.store.add(f"beat/{peer}", 0)
+            before, missed = self._seen[peer]
+            self._seen[peer] = (count, 0 if count != before else missed + 1)
+
+
+def _patience(count: int) -> float:
+    return SILENT_SECONDS if count else JOIN_SECONDS
+
 
 T = TypeVar("T")
 ToldError: TypeAlias = list[Any]
@@ -273,3 +352,37 @@ def _first_host(nodes: str) -> str:
             "several processes need MASTER_ADDR and MASTER_PORT; start them with torchrun or srun"
         )
     return found[1] + (found[2] or "")
+
+
+_RESUMABLE = "nothing was published; --resume goes on from here"
+
+
+class StopSignals:
+    """While entered (in the main thread), the first SIGINT or SIGTERM is remembered; a second one acts at once."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, Any] = {}
+        self._seen: int | None = None
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._remember)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _remember(self, number: int, _frame: object) -> None:
+        self._seen = number
+        signal.signal(number, self._before[number])
+
+    def check(self) -> None:
+        """Go on, or stop if a signal has arrived."""
+        if self._seen == signal.SIGINT:
+            raise Interrupted(f"interrupted: {_RESUMABLE}")
+        if self._seen == signal.SIGTERM:
+            raise Terminated(f"terminated: {_RESUMABLE}")

@@ -10,17 +10,16 @@ from contextlib import ExitStack, contextmanager
 from itertools import chain, groupby
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.execute.move.buffers import ThreadMemory
 from ckpt_tools.execute.move.source_reader import SourceReader
 from ckpt_tools.execute.move.stream import Counters, Pump
 from ckpt_tools.execute.output.fileio import OutputFile, drop_cache, storage_errors
 from ckpt_tools.execute.output.folders import Folder, opened
 from ckpt_tools.execute.output.journal import Journal
-from ckpt_tools.execute.write_job import Progress, WriteOptions
+from ckpt_tools.execute.write_job import Progress, ThreadMemory, WriteOptions
 from ckpt_tools.formats.storage.prefetch import Range, reading_ahead
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.transfers import OutputItem, Plan, stored_parts
-from ckpt_tools.plan.coalesce import batches
+from ckpt_tools.plan.byte_runs import batches
 
 _WATCH_SECONDS = 0.1
 

@@ -12,7 +12,7 @@ import numpy as np
 from ckpt_tools.errors import CorruptCheckpointError, list_problems
 from ckpt_tools.execute.move.source_reader import ChunkRef, SourceReader, store_ranges
 from ckpt_tools.execute.processes.ranks import Ranks
-from ckpt_tools.execute.processes.spread import by_threads
+from ckpt_tools.execute.processes.team import by_threads
 from ckpt_tools.execute.proof.payload_sums import Piece, Pieces, SourceProof, Stored, damage
 from ckpt_tools.formats.storage import crc
 from ckpt_tools.formats.storage.files import Files

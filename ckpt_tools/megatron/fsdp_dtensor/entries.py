@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Any
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, list_problems
-from ckpt_tools.formats.key_filter import leave_out
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.torch_archive.item_reader import StoredTensor, load_object
 from ckpt_tools.megatron.fsdp_dtensor.flatten import Path, unflatten
@@ -40,7 +39,7 @@ from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.megatron.run_state.record import Size, TargetRecord, read_record, stored_tp
 from ckpt_tools.megatron.run_state.stored_values import checked_field, fields_at, rng_at
 from ckpt_tools.model.box import full_box
-from ckpt_tools.model.catalog import Catalog, Item, TensorEntry
+from ckpt_tools.model.catalog import Catalog, Item, TensorEntry, leave_out
 from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.views import Place, Source
 

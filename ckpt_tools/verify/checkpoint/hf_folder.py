@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ckpt_tools.errors import NEVER_FINDINGS, CkptError
-from ckpt_tools.formats.safetensors.catalog import refuse_pointers
+from ckpt_tools.formats.safetensors import refuse_pointers
 from ckpt_tools.formats.storage.files import Files, read_whole
 from ckpt_tools.formats.untrusted_documents import parse_json
 from ckpt_tools.model.catalog import Catalog

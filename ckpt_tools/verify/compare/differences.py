@@ -13,10 +13,8 @@ import numpy as np
 
 from ckpt_tools.execute.move.read_box import BoxReader
 from ckpt_tools.execute.move.source_reader import index_of
-from ckpt_tools.execute.processes.spread import Tick, begun
-from ckpt_tools.execute.proof.check_masters import compare_all_masters
-from ckpt_tools.execute.proof.compare_blocks import Seen, in_step
-from ckpt_tools.execute.proof.rounding import unlike
+from ckpt_tools.execute.processes.team import Tick, begun
+from ckpt_tools.execute.proof.masters import Seen, compare_all_masters, in_step, unlike
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.torch_archive.item_reader import load_object
 from ckpt_tools.model.box import Box

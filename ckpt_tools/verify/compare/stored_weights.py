@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from ckpt_tools.execute.move.read_box import BoxReader
-from ckpt_tools.execute.proof.rounding import unlike
+from ckpt_tools.execute.proof.masters import unlike
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.kernels.casts import Array, cast, numpy_dtype, raw_dtype

@@ -18,7 +18,7 @@ import numpy as np
 
 from ckpt_tools.errors import CkptError
 from ckpt_tools.execute.move.source_reader import frame_reads, has_stores, store_ranges
-from ckpt_tools.execute.processes.spread import Tick, begun
+from ckpt_tools.execute.processes.team import Tick, begun
 from ckpt_tools.formats.storage import crc
 from ckpt_tools.formats.storage.files import Files, readable_size
 from ckpt_tools.formats.storage.prefetch import Range

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import NamedTuple, TypeVar
 
 from ckpt_tools.execute.move.read_box import BoxReader
-from ckpt_tools.execute.processes.spread import Tick, spread
+from ckpt_tools.execute.processes.team import Tick, spread
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog

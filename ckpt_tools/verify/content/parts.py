@@ -8,7 +8,7 @@ from math import prod
 from typing import NamedTuple, Protocol
 
 from ckpt_tools.execute.move.read_box import BoxReader
-from ckpt_tools.execute.processes.spread import Reads
+from ckpt_tools.execute.processes.team import Reads
 from ckpt_tools.formats.storage.prefetch import Range
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.dtypes import itemsize

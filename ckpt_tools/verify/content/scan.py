@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.execute.processes.spread import Tick
-from ckpt_tools.execute.proof.rounding import are_near, unlike
+from ckpt_tools.execute.processes.team import Tick
+from ckpt_tools.execute.proof.masters import are_near, unlike
 from ckpt_tools.formats.storage import crc
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.torch_archive.item_reader import Stretch, find_tensor

@@ -1,19 +1,23 @@
 """Proof that fp32 masters belong to the stored weights: rounded to the weights' type they are equal bit for bit.
 
-Of two bf16 weights that are as near, either may be stored.
+Of two bf16 weights that are as near, either may be stored. Weights that are held in FP8 are one more rounding away; a
+tensor that does not round is compared again with that in mind.
 
-Weights that are held in FP8 (`fp8_weights`) are one more rounding away; a tensor that does not round is looked at
-again.
+Masters equal their weights nearly always, and no element has to be put in its place to see that (`in_step`): where
+all tensors are cut alike, or lie in the order of their elements, every block is one read of each. Else a tile at a
+time is read as it lies, and what is in one piece on all sides is compared there.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
-from itertools import chain, zip_longest
-from typing import TypeAlias
+from itertools import accumulate, chain, zip_longest
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -24,13 +28,10 @@ from ckpt_tools.errors import (
     VerificationError,
     list_problems,
 )
-from ckpt_tools.execute.move.read_box import BoxReader
+from ckpt_tools.execute.move.read_box import BoxReader, Region, Run
+from ckpt_tools.execute.move.source_reader import index_of
 from ckpt_tools.execute.processes.ranks import Ranks
-from ckpt_tools.execute.processes.spread import by_threads, even_shares
-from ckpt_tools.execute.processes.workers import shared_out
-from ckpt_tools.execute.proof.compare_blocks import Seen, in_step
-from ckpt_tools.execute.proof.fp8_masters import HALF_TYPES, Fp8Comparison, describe_element
-from ckpt_tools.execute.proof.rounding import unlike
+from ckpt_tools.execute.processes.team import by_threads, even_shares, shared_out
 from ckpt_tools.execute.write_job import WriteOptions
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.storage.prefetch import Range
@@ -38,12 +39,250 @@ from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.choices import CheckLevel
 from ckpt_tools.model.dtypes import itemsize
-from ckpt_tools.model.kernels.casts import Array, numpy_dtype
+from ckpt_tools.model.kernels.casts import Array, cast, numpy_dtype, raw_dtype
+from ckpt_tools.model.kernels.fp8_weights import (
+    BLOCKED,
+    Extremes,
+    Verdict,
+    blocks_fit,
+    extremes,
+    few_mantissas,
+    is_quantized,
+    judge,
+    merged,
+)
 from ckpt_tools.model.target import TargetTensor
-from ckpt_tools.model.transfers import Transfer
-from ckpt_tools.plan.byte_runs import row_major_tiles
-from ckpt_tools.plan.overlap import ChunkFinder, TargetReader
-from ckpt_tools.plan.strategy import transfers_into
+from ckpt_tools.model.transfers import Computation, Transfer
+from ckpt_tools.plan.byte_runs import is_run, row_major_tiles
+from ckpt_tools.plan.overlap import ChunkFinder, TargetReader, transfers_into
+
+
+def unlike(masters: Array, master_dtype: str, weights: Array, dtype: str) -> Array:
+    """Where masters do not round to weights; any NaN equals any other."""
+    if (master_dtype, dtype) == ("float32", "bfloat16") and are_near(masters, weights):
+        return np.zeros(masters.shape, bool)
+    rounded = cast(masters, master_dtype, dtype)
+    bits = raw_dtype(dtype)
+    different: Array = rounded.view(bits) != weights.view(bits)
+    if different.any():
+        different &= ~(_is_nan(rounded, dtype) & _is_nan(weights, dtype))
+        if (master_dtype, dtype) == ("float32", "bfloat16"):
+            different &= ~_is_tie(masters, weights)
+    return different
+
+
+def are_near(masters: Array, weights: Array) -> bool:
+    """Whether fp32 masters hold no NaN and lie at most half a step from their bf16 weights, the next ones then.
+
+    Masters of finite weights are finite then, too. Bits of one sign are ordered like the numbers, so a difference of
+    bits tells, in fewer passes than rounding. That between a NaN and a zero of the other sign is small, so NaNs are
+    looked for: they are what the largest of numbers is, if there is one among them.
+    """
+    flat = np.ascontiguousarray(masters).reshape(-1)
+    with np.errstate(invalid="ignore"):  # of signalling NaNs
+        if not flat.size or np.isnan(flat.max()):
+            return False
+    apart = weights.reshape(-1).view(np.uint16).astype(np.uint32)
+    apart <<= 16
+    np.subtract(flat.view(np.uint32), apart, out=apart)
+    apart += 1 << 15
+    return bool(apart.max() <= 1 << 16)
+
+
+def _is_tie(masters: Array, weights: Array) -> Array:
+    """Where fp32 masters lie in the middle of two bf16 numbers and the weight is one of them.
+
+    torch takes the even one, the fused Adam that splits masters in weight and remainder the one further from zero.
+    """
+    bits = masters.view(np.uint32)
+    lower, upper = bits >> 16, (bits >> 16) + 1
+    tie: Array = (bits & 0xFFFF == 1 << 15) & ((weights == lower) | (weights == upper))
+    return tie
+
+
+def _is_nan(values: Array, dtype: str) -> Array:
+    return np.isnan(cast(values, dtype, "float32"))
+
+
+_BLOCK_ELEMS = 1 << 16  # of each tensor: with what is made of them they fit a cache of 1 MiB
+_TILE_ELEMS = 1 << 18  # of tensors that are cut in different ways, which takes some time a tile
+
+
+class Seen(NamedTuple):
+    """A tensor, and who reads it."""
+
+    reader: BoxReader
+    tensor: TargetTensor
+
+
+def in_step(seen: Sequence[Seen], box: Box) -> Iterator[tuple[Array, ...]]:
+    """The elements of `box`, each once and in some order, as blocks of raw bits: the same ones of every tensor.
+
+    Blocks of one shape, at any strides, are valid until the next. It ends early where something cannot be read: who
+    has not got all elements reads them in order, and is told there what is wrong.
+    """
+    with suppress(CkptError):
+        runs = [one.reader.runs(one.tensor, box) for one in seen]
+        boxes = [[run.box for run in side] for side in runs]
+        cut_alike = all(side == boxes[0] for side in boxes)
+        if all(boxes) and (cut_alike or all(is_run(b, box.size) for side in boxes for b in side)):
+            yield from _by_runs(runs, [raw_dtype(one.tensor.dtype) for one in seen])
+            return
+        reads = [one.reader.regions(one.tensor, box) for one in seen]
+        for tile in row_major_tiles(box, _TILE_ELEMS):
+            yield from _common([read(tile) for read in reads])
+
+
+def _common(sides: Sequence[Sequence[Region]]) -> Iterator[tuple[Array, ...]]:
+    """The elements of every side in each box that is inside of one region of all."""
+    common: list[tuple[Box, tuple[Array, ...]]] = [(region.box, (region.elements,)) for region in sides[0]]
+    for side in sides[1:]:
+        common = [
+            (both, (*(_cut(one, box, both) for one in elements), _cut(region.elements, region.box, both)))
+            for box, elements in common
+            for region in side
+            if (both := box.intersect(region.box)) is not None
+        ]
+    for _, elements in common:
+        yield elements
+
+
+def _cut(elements: Array, box: Box, part: Box) -> Array:
+    return elements if part == box else elements[index_of(part.relative_to(box))]
+
+
+def _by_runs(runs: Sequence[Sequence[Run]], types: Sequence[np.dtype[Any]]) -> Iterator[tuple[Array, ...]]:
+    """Blocks of tensors that lie in runs, which are sorted by where they begin: they follow each other, as they tile
+    one box, and are either the same of every tensor or row-major ranges."""
+    ends = [list(accumulate(run.box.volume for run in side)) for side in runs]
+    buffers = [np.empty(_BLOCK_ELEMS, dtype) for dtype in types]
+    places, at = [0] * len(runs), 0
+    while at < ends[0][-1]:
+        left = [end[place] - at for end, place in zip(ends, places, strict=True)]
+        count = min(_BLOCK_ELEMS, *left)
+        blocks = tuple(buffer[:count] for buffer in buffers)
+        for side, place, remaining, block in zip(runs, places, left, blocks, strict=True):
+            side[place].read(side[place].box.volume - remaining, block)
+        yield blocks
+        at += count
+        places = [place + (n == count) for place, n in zip(places, left, strict=True)]
+
+
+HALF_TYPES = ("bfloat16", "float16")  # of models that can be held in FP8
+
+
+class _Part(NamedTuple):
+    """What one box holds of one stored chunk: a rank's own scale, or its own blocks, stand behind it."""
+
+    item: Item
+    box: Box  # relative to the box that was read
+    column: int | None  # of its first element in the chunk; None where rows do not follow the chunk's
+
+
+class Fp8Comparison:
+    """Collects every chunk's table, judges it, and finds the element that no scale explains."""
+
+    def __init__(
+        self,
+        target: TargetTensor,
+        dtype: str,
+        masters: Callable[[Box], Array],
+        weights: Callable[[Box], Array],
+        transfers: Callable[[Box], Sequence[Transfer | Computation]],
+        recipe: str,
+    ) -> None:
+        self._target, self._dtype = target, dtype
+        self._masters, self._weights, self._transfers = masters, weights, transfers
+        self._width = BLOCKED.get(recipe)
+        self._lock = threading.Lock()
+        self._tables: dict[Item, list[Extremes]] = {}
+        self._unfit: set[Item] = set()  # chunks with a block that no power of two explains
+        self._bounds: dict[Item, Verdict] = {}  # chunks with elements that nothing explains
+        self._runs = [0, 0]  # of weights: with few mantissas, and in all
+        self.elements = 0
+        self.is_proven = False
+        self.is_exact = True
+
+    def collect(self, boxes: Iterable[Box]) -> None:
+        """Add what the boxes hold to the tables of their chunks."""
+        for box in boxes:
+            for part, masters, weights in self._read(box):
+                table = extremes(masters, weights, self._dtype)
+                fits = self._width is not None and part.column is not None
+                fits = fits and blocks_fit(masters, weights, self._dtype, self._width or 1, part.column or 0)
+                with self._lock:
+                    tables = self._tables.setdefault(part.item, [])
+                    tables.append(table)
+                    self.elements += table.elements
+                    if len(tables) > 64:
+                        tables[:] = [merged(tables)]
+                    if not fits:
+                        self._unfit.add(part.item)
+                    for i, count in enumerate(few_mantissas(weights, self._dtype)):
+                        self._runs[i] += count
+
+    def judge(self) -> None:
+        """Decide whether every chunk is explained, exactly or, where the weights are FP8 numbers, by position."""
+        tables = {item: merged(found) for item, found in self._tables.items()}
+        if not is_quantized(merged(tables.values())):
+            return
+        verdicts = {item: judge(tables[item], self._dtype) for item in tables if item in self._unfit}
+        self.is_exact = all(verdict.exact for verdict in verdicts.values())
+        few, runs = self._runs
+        if not self.is_exact and (few == 0 or few < 0.9 * runs):
+            return
+        self._bounds = {item: verdict for item, verdict in verdicts.items() if not verdict.fits}
+        self.is_proven = not self._bounds
+
+    def locate(self, boxes: Iterable[Box]) -> str | None:
+        """The first element of the boxes that no scale explains."""
+        if not self._bounds:
+            return None
+        for box in boxes:
+            for part, masters, weights in self._read(box):
+                if part.item not in self._bounds:
+                    continue
+                outside = _outside(self._bounds[part.item], masters, weights, self._dtype)
+                if outside.any():
+                    at = np.unravel_index(int(outside.argmax()), part.box.size)
+                    whole = Box(
+                        tuple(a + b for a, b in zip(box.start, part.box.start, strict=True)), part.box.size
+                    )
+                    line = describe_element(
+                        self._target, self._dtype, masters, weights, whole, tuple(map(int, at))
+                    )
+                    return f"{line}, which no FP8 scale explains"
+        return None
+
+    def _read(self, box: Box) -> Iterator[tuple[_Part, Array, Array]]:
+        masters, weights = self._masters(box), self._weights(box)
+        for part in map(_part, self._transfers(box)):
+            where = index_of(part.box)
+            yield part, np.ascontiguousarray(masters[where]), np.ascontiguousarray(weights[where])
+
+
+def _part(found: Transfer | Computation) -> _Part:
+    assert isinstance(found, Transfer)  # weights are stored
+    columns, piece = found.shape[-1], found.piece
+    column = piece.offset % columns
+    is_row = piece.strides[-1] == 1 and column + piece.box.size[-1] <= columns
+    return _Part(found.item, piece.box, column if is_row else None)
+
+
+def _outside(bounds: Verdict, masters: Array, weights: Array, dtype: str) -> Array:
+    row = np.searchsorted(bounds.bits, weights.view(raw_dtype(dtype)))
+    return ~((masters >= bounds.low[row]) & (masters <= bounds.high[row]))
+
+
+def describe_element(
+    target: TargetTensor, dtype: str, masters: Array, weights: Array, box: Box, at: tuple[int, ...]
+) -> str:
+    """One element of `box`, at `at` in it, with its two values."""
+    element = ", ".join(str(i + a) for i, a in zip(at, box.start, strict=True))
+    master = cast(masters[at].reshape(1), target.dtype, "float64").item()
+    weight = cast(weights[at].reshape(1), dtype, "float64").item()
+    return f"{target.key}[{element}]: master {master!r}, stored {dtype} weight {weight!r}"
+
 
 _TILE_ELEMS = 1 << 18  # compared at a time: what a comparison holds of them stays in the cache
 _PART_ELEMS = 1 << 22  # compared by one thread in a row
