@@ -39,7 +39,7 @@ class Masters:
             "elements": found.elements,
             "elements_in_all": found.elements_in_all,
             "fp8": found.fp8,
-            "fp8_by_position": found.fp8_by_position,
+            "fp8_by_position": found.fp8,
         }
 
 

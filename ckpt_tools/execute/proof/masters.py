@@ -11,9 +11,7 @@ time is read as it lies, and what is in one piece on all sides is compared there
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from itertools import accumulate, chain, zip_longest
@@ -41,18 +39,13 @@ from ckpt_tools.model.choices import CheckLevel
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.kernels.casts import Array, cast, numpy_dtype, raw_dtype
 from ckpt_tools.model.kernels.fp8_weights import (
-    BLOCKED,
-    Extremes,
-    Verdict,
-    blocks_fit,
-    extremes,
-    few_mantissas,
-    is_quantized,
-    judge,
+    Survey,
     merged,
+    survey,
+    too_far,
 )
 from ckpt_tools.model.target import TargetTensor
-from ckpt_tools.model.transfers import Computation, Transfer
+from ckpt_tools.model.transfers import Transfer
 from ckpt_tools.plan.byte_runs import is_run, row_major_tiles
 from ckpt_tools.plan.overlap import ChunkFinder, TargetReader, transfers_into
 
@@ -168,112 +161,6 @@ def _by_runs(runs: Sequence[Sequence[Run]], types: Sequence[np.dtype[Any]]) -> I
         places = [place + (n == count) for place, n in zip(places, left, strict=True)]
 
 
-HALF_TYPES = ("bfloat16", "float16")  # of models that can be held in FP8
-
-
-class _Part(NamedTuple):
-    """What one box holds of one stored chunk: a rank's own scale, or its own blocks, stand behind it."""
-
-    item: Item
-    box: Box  # relative to the box that was read
-    column: int | None  # of its first element in the chunk; None where rows do not follow the chunk's
-
-
-class Fp8Comparison:
-    """Collects every chunk's table, judges it, and finds the element that no scale explains."""
-
-    def __init__(
-        self,
-        target: TargetTensor,
-        dtype: str,
-        masters: Callable[[Box], Array],
-        weights: Callable[[Box], Array],
-        transfers: Callable[[Box], Sequence[Transfer | Computation]],
-        recipe: str,
-    ) -> None:
-        self._target, self._dtype = target, dtype
-        self._masters, self._weights, self._transfers = masters, weights, transfers
-        self._width = BLOCKED.get(recipe)
-        self._lock = threading.Lock()
-        self._tables: dict[Item, list[Extremes]] = {}
-        self._unfit: set[Item] = set()  # chunks with a block that no power of two explains
-        self._bounds: dict[Item, Verdict] = {}  # chunks with elements that nothing explains
-        self._runs = [0, 0]  # of weights: with few mantissas, and in all
-        self.elements = 0
-        self.is_proven = False
-        self.is_exact = True
-
-    def collect(self, boxes: Iterable[Box]) -> None:
-        """Add what the boxes hold to the tables of their chunks."""
-        for box in boxes:
-            for part, masters, weights in self._read(box):
-                table = extremes(masters, weights, self._dtype)
-                fits = self._width is not None and part.column is not None
-                fits = fits and blocks_fit(masters, weights, self._dtype, self._width or 1, part.column or 0)
-                with self._lock:
-                    tables = self._tables.setdefault(part.item, [])
-                    tables.append(table)
-                    self.elements += table.elements
-                    if len(tables) > 64:
-                        tables[:] = [merged(tables)]
-                    if not fits:
-                        self._unfit.add(part.item)
-                    for i, count in enumerate(few_mantissas(weights, self._dtype)):
-                        self._runs[i] += count
-
-    def judge(self) -> None:
-        """Decide whether every chunk is explained, exactly or, where the weights are FP8 numbers, by position."""
-        tables = {item: merged(found) for item, found in self._tables.items()}
-        if not is_quantized(merged(tables.values())):
-            return
-        verdicts = {item: judge(tables[item], self._dtype) for item in tables if item in self._unfit}
-        self.is_exact = all(verdict.exact for verdict in verdicts.values())
-        few, runs = self._runs
-        if not self.is_exact and (few == 0 or few < 0.9 * runs):
-            return
-        self._bounds = {item: verdict for item, verdict in verdicts.items() if not verdict.fits}
-        self.is_proven = not self._bounds
-
-    def locate(self, boxes: Iterable[Box]) -> str | None:
-        """The first element of the boxes that no scale explains."""
-        if not self._bounds:
-            return None
-        for box in boxes:
-            for part, masters, weights in self._read(box):
-                if part.item not in self._bounds:
-                    continue
-                outside = _outside(self._bounds[part.item], masters, weights, self._dtype)
-                if outside.any():
-                    at = np.unravel_index(int(outside.argmax()), part.box.size)
-                    whole = Box(
-                        tuple(a + b for a, b in zip(box.start, part.box.start, strict=True)), part.box.size
-                    )
-                    line = describe_element(
-                        self._target, self._dtype, masters, weights, whole, tuple(map(int, at))
-                    )
-                    return f"{line}, which no FP8 scale explains"
-        return None
-
-    def _read(self, box: Box) -> Iterator[tuple[_Part, Array, Array]]:
-        masters, weights = self._masters(box), self._weights(box)
-        for part in map(_part, self._transfers(box)):
-            where = index_of(part.box)
-            yield part, np.ascontiguousarray(masters[where]), np.ascontiguousarray(weights[where])
-
-
-def _part(found: Transfer | Computation) -> _Part:
-    assert isinstance(found, Transfer)  # weights are stored
-    columns, piece = found.shape[-1], found.piece
-    column = piece.offset % columns
-    is_row = piece.strides[-1] == 1 and column + piece.box.size[-1] <= columns
-    return _Part(found.item, piece.box, column if is_row else None)
-
-
-def _outside(bounds: Verdict, masters: Array, weights: Array, dtype: str) -> Array:
-    row = np.searchsorted(bounds.bits, weights.view(raw_dtype(dtype)))
-    return ~((masters >= bounds.low[row]) & (masters <= bounds.high[row]))
-
-
 def describe_element(
     target: TargetTensor, dtype: str, masters: Array, weights: Array, box: Box, at: tuple[int, ...]
 ) -> str:
@@ -293,13 +180,12 @@ _REMAINDERS = ": all are whole numbers of 16 bits"
 
 @dataclass(frozen=True, slots=True)
 class MastersReport:
-    """What was compared. Weights held in FP8 are counted among `tensors`, those that no scale explains apart too."""
+    """What was compared."""
 
     tensors: int = 0
     elements: int = 0
     elements_in_all: int = 0
-    fp8: int = 0
-    fp8_by_position: int = 0
+    fp8: int = 0  # of `tensors`, with weights held in FP8
 
 
 def check_masters(
@@ -353,11 +239,7 @@ def describe_masters(report: MastersReport, level: CheckLevel) -> str:
     )
     if not report.fp8:
         return rounds
-    if not report.fp8_by_position:
-        how = ": a scale of the E4M3 format explains every element"
-    else:
-        how = f", {report.fp8_by_position:,} proven by position only: no one scale explains every element"
-    return f"{rounds}; {report.fp8:,} of the weights are held in FP8{how}"
+    return f"{rounds}; {report.fp8:,} of the weights are held in FP8: their masters lie within half a step of E4M3"
 
 
 def compare_masters(
@@ -381,17 +263,15 @@ def compare_masters(
     try:
         comparisons = [_comparison(reader, target) for target in wanted]
         elements, first = _compare_plainly(comparisons, level, boxes, threads, reader.is_remote, tick)
-        with ThreadPoolExecutor(threads) as pool:  # an error ends `map`, which calls off what has not begun
-            proven = _compare_as_fp8(first, level, boxes, pool, fp8_recipe) if fp8_recipe else {}
+        proven = _compare_as_fp8(first, level, boxes, threads) if fp8_recipe else {}
     finally:
         reader.close()
-    elements.update({c: found.elements for c, found in proven.items()})
+    elements.update(proven)
     report = MastersReport(
         tensors=len(wanted),
         elements=sum(elements.values()),
         elements_in_all=sum(math.prod(t.shape) for t in wanted),
         fp8=len(proven),
-        fp8_by_position=sum(not found.is_exact for found in proven.values()),
     )
     return report, list(first.values())
 
@@ -523,21 +403,24 @@ def _compare_plainly(
 
 
 def _compare_as_fp8(
-    first: dict[_Comparison, str], level: CheckLevel, boxes: _Boxes, pool: ThreadPoolExecutor, recipe: str
-) -> dict[_Comparison, Fp8Comparison]:
-    """The tensors of `first` again, as weights held in FP8: those that are proven leave it and are returned."""
-    found = {
-        c: Fp8Comparison(c.target, c.dtype, c.masters, c.weights, c.transfers, recipe)
-        for c in first
-        if c.can_be_fp8
-    }
-    parts = [(c, box) for c in found for box in _parts(c, level)]
-    list(pool.map(lambda part: found[part[0]].collect(boxes(part[1])), parts))
-    list(pool.map(Fp8Comparison.judge, found.values()))
-    located = list(pool.map(lambda part: found[part[0]].locate(boxes(part[1])), parts))
+    first: dict[_Comparison, str], level: CheckLevel, boxes: _Boxes, threads: int
+) -> dict[_Comparison, int]:
+    """The tensors of `first` again, as weights held in FP8: those that are proven leave it; elements of each."""
+    parts = [(c, box) for c in first if c.can_be_fp8 for box in _parts(c, level)]
+    shards: dict[_Comparison, dict[Item, list[Survey]]] = {}
+    surveyed = by_threads(lambda part: part[0].survey(boxes(part[1])), parts, threads)
+    for (comparison, _), found in zip(parts, surveyed, strict=True):
+        for item, one in found.items():
+            shards.setdefault(comparison, {}).setdefault(item, []).append(one)
+    held = {c: {item: merged(some) for item, some in found.items()} for c, found in shards.items()}
+    whole = {c: merged(found.values()) for c, found in held.items()}
+    parts = [part for part in parts if part[0] in whole and whole[part[0]].is_fp8]
+    located = by_threads(lambda part: part[0].too_far(boxes(part[1]), held[part[0]]), parts, threads)
+    proven = {comparison: whole[comparison].elements for comparison, _ in parts}
     for (comparison, _), problem in reversed(list(zip(parts, located, strict=True))):
-        first[comparison] = problem or first[comparison]
-    proven = {c: one for c, one in found.items() if one.is_proven}
+        if problem is not None:
+            first[comparison] = problem
+            proven.pop(comparison, None)
     for comparison in proven:
         del first[comparison]
     return proven
@@ -580,13 +463,17 @@ class _Comparison:
         weights = replace(target, dtype=self.dtype, sources=target.must_round_to)
         self.masters, self.weights = reader.tensor(target), reader.tensor(weights)
         self._in_step = Seen(reader, target), Seen(reader, weights)
-        self.transfers = reader.transfers(weights)
+        self._transfers = reader.transfers(weights)
         self._reads = reader.reads(target), reader.reads(weights)
 
     @property
     def can_be_fp8(self) -> bool:
         """Whether Transformer Engine could hold such a weight in FP8: a matrix with fp32 masters."""
-        return len(self.target.shape) >= 2 and self.target.dtype == "float32" and self.dtype in HALF_TYPES
+        return (
+            len(self.target.shape) >= 2
+            and self.target.dtype == "float32"
+            and self.dtype in ("bfloat16", "float16")
+        )
 
     def rounds_in_step(self, box: Box, tick: Callable[[], None]) -> bool:
         """Whether a quick look at all of `box` shows that it has no difference; if not, nothing is known."""
@@ -613,6 +500,32 @@ class _Comparison:
         at = np.unravel_index(int(different.argmax()), box.size)
         line = describe_element(self.target, self.dtype, masters, weights, box, tuple(map(int, at)))
         return line + _REMAINDERS if _are_remainders(masters) else line
+
+    def survey(self, boxes: Iterable[Box]) -> dict[Item, Survey]:
+        """What the weights are like in each stored chunk, as one rank has its own scales."""
+        found: dict[Item, list[Survey]] = {}
+        for item, _, masters, weights in self._by_chunk(boxes):
+            found.setdefault(item, []).append(survey(masters, weights, self.dtype))
+        return {item: merged(some) for item, some in found.items()}
+
+    def too_far(self, boxes: Iterable[Box], shards: Mapping[Item, Survey]) -> str | None:
+        """The first master that is farther from its weight than half a step of FP8."""
+        for item, box, masters, weights in self._by_chunk(boxes):
+            outside = too_far(masters, weights, self.dtype, shards[item])
+            if outside.any():
+                at = tuple(map(int, np.unravel_index(int(outside.argmax()), box.size)))
+                line = describe_element(self.target, self.dtype, masters, weights, box, at)
+                return f"{line}, which no FP8 scale explains"
+        return None
+
+    def _by_chunk(self, boxes: Iterable[Box]) -> Iterator[tuple[Item, Box, Array, Array]]:
+        """The elements of boxes, those of every stored chunk of the weights apart."""
+        for box in boxes:
+            masters, weights = self.masters(box), self.weights(box)
+            for part in self._transfers(box):
+                assert isinstance(part, Transfer)  # weights are stored
+                where = index_of(part.box)
+                yield part.item, part.box.shift(box.start), masters[where], weights[where]
 
 
 def _are_remainders(masters: Array) -> bool:

@@ -6,5 +6,5 @@
 * `add_number`: a kernel that adds a number: norms that one side stores as weight - 1
 * `low_rank`: a kernel that merges a low-rank adapter (LoRA) into a weight
 * `casts`: casts between floating types, bit for bit as torch does them
-* `fp8_weights`: the scale that explains FP8 weights
+* `fp8_weights`: masters of weights that are held in FP8
 """
