@@ -6,5 +6,4 @@
 * `move/`: bytes from source to output in bounded memory
 * `run`: the door: who calls what on which rank, in order
 * `write_job`: what is written, of what and where; what an output must be able to do; what a thread may hold
-* `rehearse`: what writing would refuse, refused at once
 """

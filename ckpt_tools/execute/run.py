@@ -33,7 +33,7 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from typing import Any, Final, TypedDict
 
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import CorruptCheckpointError, UsageError
 from ckpt_tools.execute.move.source_reader import SourceReader, forget
 from ckpt_tools.execute.output.finished import is_written
 from ckpt_tools.execute.output.journal import check_as_opened, check_unchanged, fingerprint
@@ -54,7 +54,7 @@ from ckpt_tools.execute.write_job import (
 from ckpt_tools.formats.dcp.metadata_write import metadata_bytes
 from ckpt_tools.formats.storage.drivers import Part
 from ckpt_tools.formats.storage.files import Files
-from ckpt_tools.model.transfers import Plan
+from ckpt_tools.model.transfers import Plan, stored_parts
 
 __all__ = ["Output", "WriteOptions", "WriteReport", "write_checkpoint"]
 
@@ -83,11 +83,58 @@ def write_checkpoint(
     with StopSignals() as signals:
         ranks.watch = signals.check
         run = _Run(job, _output_of(job))
-        if len(set(ranks.together(lambda: plan.digest))) > 1:
-            raise UsageError("the ranks made different plans: do they all see the same source and options?")
+        _check_same(ranks.together(lambda: plan.digest))
         shares, proven = run.steps()
     done = _report(job, shares, proven, kept, time.monotonic() - started)
     return replace(done, replaced=run.output.replaced)
+
+
+def rehearse(
+    plan: Plan,
+    files: Files,
+    output: Output,
+    options: WriteOptions | None = None,
+    ranks: Ranks | None = None,
+) -> None:
+    """Return if `write_checkpoint` would begin; called on every rank.
+
+    Raises the errors that it would: an output that cannot be taken, too little disk or memory, source files that are
+    absent or too short.
+    """
+    ranks = ranks or Ranks()
+    job = WriteJob(plan, files, output, options or WriteOptions(), ranks, lambda done, total: None)
+
+    def look() -> str:
+        assert job.thread_memory.tile  # or nobody begins
+        if ranks.rank == 0:
+            _output_of(job).look()
+            _check_extents(plan, files)
+        return plan.digest
+
+    _check_same(ranks.together(look))
+
+
+def _check_same(digests: Iterable[str]) -> None:
+    if len(set(digests)) > 1:
+        raise UsageError("the ranks made different plans: do they all see the same source and options?")
+
+
+def _check_extents(plan: Plan, files: Files) -> None:
+    """Every source file is there and reaches to the end of what is read of it."""
+    ends: dict[str, tuple[int, str]] = {}
+    for item in plan.items:
+        for transfer in stored_parts(item.transfers):
+            stored = transfer.item
+            end = stored.offset + stored.length
+            if end > ends.get(stored.file, (0, ""))[0]:
+                ends[stored.file] = end, transfer.key
+    for name, (end, key) in ends.items():
+        size = files.size(name)
+        if size < end:
+            raise CorruptCheckpointError(
+                f"{files.location}/{name}: has {size} bytes, but {key} lies at bytes up to {end}. The file was cut "
+                "short; copy it again, or use another iteration."
+            )
 
 
 def _output_of(job: WriteJob) -> JobOutput:

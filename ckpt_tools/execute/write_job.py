@@ -209,6 +209,9 @@ class JobOutput(Protocol):
     def replaced(self) -> str | None:
         """Rank 0: what is replaced, in words."""
 
+    def look(self) -> None:
+        """Rank 0: raise what would be raised before the first byte is written; nothing is made."""
+
     def take(self, state: SourceState) -> Found:
         """Rank 0: make the output this run's, for a source in this state, and all ready to be written into.
 

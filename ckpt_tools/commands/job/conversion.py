@@ -32,8 +32,7 @@ from ckpt_tools.execute.proof.masters import (
     sum_up,
 )
 from ckpt_tools.execute.proof.prove_source import prove_payloads
-from ckpt_tools.execute.rehearse import rehearse
-from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
+from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, rehearse, write_checkpoint
 from ckpt_tools.formats.locate.detect import Location
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.megatron.run_state.bridge import RUN_CONFIG, TRAIN_STATE

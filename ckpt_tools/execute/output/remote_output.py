@@ -58,7 +58,7 @@ from ckpt_tools.execute.write_job import (
 )
 from ckpt_tools.formats.storage.drivers import IN_FLIGHT, Begun, Part
 from ckpt_tools.formats.storage.io_pool import pool
-from ckpt_tools.formats.storage.object_store import Retry, Store
+from ckpt_tools.formats.storage.object_store import Retry, Store, no_bucket
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.formats.storage.prefetch import reading_ahead
 from ckpt_tools.model.transfers import OutputBlob, OutputItem, Plan
@@ -381,6 +381,17 @@ class RemoteOutput:
     @cached_property
     def _parent(self) -> Store:
         return Store(self._final.parent)
+
+    def look(self) -> None:
+        store, output, plan = self._store, self._job.output, self._job.plan
+        present = store.sizes()
+        if store.without_bucket:
+            raise no_bucket(store.location, store.without_bucket)
+        goes_on = output.resume and (MARKER in present or has_files(plan.file_bytes, present))
+        if present and not output.overwrite and not goes_on:
+            raise refuse_present(store, present)
+        if output.overwrite:
+            look_at_old(store, present, plan, output)
 
     def take(self, state: SourceState) -> Found:
         self._state = state

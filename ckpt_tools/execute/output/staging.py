@@ -30,7 +30,7 @@ from pathlib import Path
 
 from ckpt_tools.errors import CkptError, Interrupted, StorageError, Terminated, UsageError
 from ckpt_tools.execute.output.access import Access, access_of, common_access, give_group, make_folder
-from ckpt_tools.execute.output.fileio import preallocate, storage_errors
+from ckpt_tools.execute.output.fileio import check_direct, preallocate, storage_errors
 from ckpt_tools.execute.output.finished import has_files, lengths
 from ckpt_tools.execute.output.folders import Folder, Foreign, Place, exchange, move, temporary_name
 from ckpt_tools.execute.output.journal import Journal
@@ -41,11 +41,6 @@ from ckpt_tools.plan.build import Hole, hole_bytes
 
 LOCK, MARKER, DATA, REPLACED, JOURNAL = "lock", "publishing", "checkpoint", "replaced", "journal"
 _OWN = re.compile(rf"{LOCK}|{MARKER}|{DATA}|{REPLACED}|{JOURNAL}|(spool|direct)-\w+|\.[0-9a-f]{{16}}\.tmp")
-
-
-def partial_of(final: Path) -> Path:
-    """The directory in which the output `final` is made."""
-    return final.parent / f".{final.name}.ckpt_tools-partial"
 
 
 def check_final(
@@ -173,18 +168,6 @@ def lock_output(lock: int, final: Path, kind: int = fcntl.LOCK_EX) -> None:
         raise UsageError(f"{final} is being written by another converter ({owner})") from None
 
 
-def check_space(at: Folder, final: Path, nbytes: int) -> None:
-    """Raise StorageError if the file system of `at` has less than `nbytes` free."""
-    with storage_errors(at.path):
-        status = os.statvfs(at.fd)
-    free = status.f_bavail * status.f_frsize
-    if free < nbytes:
-        raise StorageError(
-            f"{final.parent} has {human_bytes(free)} free, but {final.name} needs {human_bytes(nbytes)}. Free some "
-            "space, or choose another output."
-        )
-
-
 def allocated(data: Folder) -> int:
     """Bytes that the file system has set aside for the files of a directory."""
     found = [data.status(name) for name in data.names()]
@@ -211,7 +194,10 @@ class Staging:
     ) -> None:
         self.final = final
         self._digest, self._sizes, self._holes = digest, sizes, holes or {}
-        self.partial = partial_of(final)
+        self._nbytes = sum(sizes.values()) - hole_bytes(
+            self._holes
+        )  # that the file system must have room for
+        self.partial = final.parent / f".{final.name}.ckpt_tools-partial"
         self.data = self.partial / DATA
         self.journal = Journal(self.partial / JOURNAL, self.folder)
         self._parent: Folder | None = None
@@ -266,6 +252,50 @@ class Staging:
             self.release()
             self._unmake_parents()
             raise
+
+    def look(
+        self, overwrite: bool, resume: bool, direct: bool, check_journal: Callable[[Journal], None]
+    ) -> None:
+        """Raise what `acquire` and `create_files` would; nothing is made."""
+        above = next(f for f in (self.final.parent, *self.final.parent.parents) if f.exists())
+        if not above.is_dir():
+            raise cannot_be_made(self.final.parent)
+        present = 0
+        try:
+            with storage_errors(above), Folder.named(above) as folder:
+                if above == self.final.parent:
+                    present = self._look_inside(overwrite, resume, check_journal)
+                if not os.access(above, os.W_OK | os.X_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+                made = (*self.final.parent.relative_to(above).parts, self.partial.name)
+                if any(len(os.fsencode(name)) > os.pathconf(above, "PC_NAME_MAX") for name in made):
+                    raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+                self._check_space(folder, self._nbytes - present)
+        finally:
+            self.release()
+        if direct:
+            check_direct(above)
+
+    def _look_inside(self, overwrite: bool, resume: bool, check_journal: Callable[[Journal], None]) -> int:
+        """`look` at what lies in the output's parent; bytes that a stopped conversion has set aside for this one."""
+        stands, present, parent = None, 0, self.parent()
+        if parent.exists(self.partial.name):
+            folder = self.folder()
+            check_own(folder)
+            if folder.exists(LOCK):
+                with os.fdopen(folder.open(LOCK, os.O_RDONLY), "rb") as lock:
+                    lock_output(lock.fileno(), self.final, fcntl.LOCK_SH)
+            if folder.exists(REPLACED) and not parent.exists(self.final.name):
+                stands = self.partial / REPLACED
+            if self.journal.exists():
+                if not (resume or overwrite):
+                    raise stopped(self.partial)
+                if resume:
+                    check_journal(self.journal)
+                    with suppress(FileNotFoundError), folder.enter(DATA) as data:
+                        present = allocated(data)
+        check_final(parent, self.final, overwrite, self._written, self._sources, stands)
+        return present
 
     def _make_parent(self) -> None:
         missing = []
@@ -406,9 +436,7 @@ class Staging:
         with self.open_data() as data:
             with storage_errors(self.data):
                 present = allocated(data)
-            check_space(
-                self.folder(), self.final, sum(self._sizes.values()) - hole_bytes(self._holes) - present
-            )
+            self._check_space(self.folder(), self._nbytes - present)
             for name, size in self._sizes.items():
                 with storage_errors(self.data / name):
                     fd = data.open(name, os.O_RDWR | os.O_CREAT, self._access.file)
@@ -417,6 +445,17 @@ class Staging:
                         preallocate(fd, size, self._holes.get(name, ()))
                     finally:
                         os.close(fd)
+
+    def _check_space(self, at: Folder, nbytes: int) -> None:
+        """Raise StorageError if the file system of `at` has less than `nbytes` free."""
+        with storage_errors(at.path):
+            status = os.statvfs(at.fd)
+        free = status.f_bavail * status.f_frsize
+        if free < nbytes:
+            raise StorageError(
+                f"{self.final.parent} has {human_bytes(free)} free, but {self.final.name} needs "
+                f"{human_bytes(nbytes)}. Free some space, or choose another output."
+            )
 
     def _give_to_group(self, fd: int, folder: Folder) -> None:
         """A file's group is its directory's, as far as the access of the output says so."""
