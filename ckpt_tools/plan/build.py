@@ -480,17 +480,15 @@ def worker_share(items: Sequence[OutputItem], worker: int, workers: int) -> rang
     Neighbours stay together, so a worker reads and writes front to back and mostly has files of its own.
     Shares differ by at most the cost of one item.
     """
-    bounds = share_bounds(items, workers)
+    bounds = neighbour_shares(map(_cost, items), workers)
     return range(bounds[worker], bounds[worker + 1])
 
 
-def share_bounds(items: Sequence[OutputItem], workers: int) -> list[int]:
-    """The first item of every worker, and the number of items: `worker_share` of all workers at once."""
-    if workers == 1:
-        return [0, len(items)]
-    ends = list(accumulate(map(_cost, items), initial=0))
+def neighbour_shares(costs: Iterable[int], count: int) -> list[int]:
+    """The number of the first item of each of `count` shares, and of all: an item belongs where its middle falls."""
+    ends = list(accumulate(costs, initial=0))
     middles = [(start + end) / 2 for start, end in pairwise(ends)]
-    return [bisect_left(middles, ends[-1] * part / workers) for part in range(workers + 1)]
+    return [*(bisect_left(middles, ends[-1] * part / count) for part in range(count)), len(middles)]
 
 
 def _cost(item: OutputItem) -> int:

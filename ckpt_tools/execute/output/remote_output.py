@@ -44,6 +44,7 @@ from ckpt_tools.execute.output.finished import has_files, same_small_parts
 from ckpt_tools.execute.output.journal import check_unchanged, is_fingerprint
 from ckpt_tools.execute.output.opened_shards import prove_uploaded
 from ckpt_tools.execute.output.staging import can_go_on, replaced
+from ckpt_tools.execute.processes.team import even_shares
 from ckpt_tools.execute.processes.threads import Crew
 from ckpt_tools.execute.write_job import (
     METADATA,
@@ -265,14 +266,8 @@ def share_of_files(plan: Plan, rank: int, world: int) -> list[str]:
 
 def share_of(stretches: Iterable[Stretch], rank: int, world: int) -> list[Stretch]:
     """The stretches a rank uploads: the largest first, each to the rank with the fewest bytes so far."""
-    loads = [0] * world
-    mine = []
-    for stretch in sorted(stretches, key=lambda one: (-one.nbytes, one.file, one.start)):
-        chosen = loads.index(min(loads))
-        loads[chosen] += stretch.nbytes
-        if chosen == rank:
-            mine.append(stretch)
-    return mine
+    ordered = sorted(stretches, key=lambda one: (-one.nbytes, one.file, one.start))
+    return [ordered[number] for number in even_shares([one.nbytes for one in ordered], world)[rank]]
 
 
 def stretches(plan: Plan, threads: int) -> list[Stretch]:
