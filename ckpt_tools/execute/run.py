@@ -12,7 +12,7 @@ Every rank calls `write_checkpoint` with the same plan, and all go through the s
     accept   keeps it as its own, or begins as for any other              nothing
     open     of a store: sees what is there, begins files that several ranks      nothing
              write
-    work     its share, by threads (`Crew`), each with a pump (`Pump`)    the same
+    work     its share, by threads (`WorkerThreads`), each with a pump (`Pump`)    the same
     prove    sums of the source that several ranks hold parts of are      the same
              joined, what nobody read is read (`prove_rest`)
     publish  source unchanged?; shards open?; small files; `.metadata`    nothing
@@ -36,7 +36,7 @@ from typing import Any, Final, TypedDict
 from ckpt_tools.errors import CorruptCheckpointError, UsageError
 from ckpt_tools.execute.move.source_reader import SourceReader, forget
 from ckpt_tools.execute.output.finished import is_written
-from ckpt_tools.execute.output.journal import check_as_opened, check_unchanged, fingerprint
+from ckpt_tools.execute.output.journal import check_unchanged, check_unchanged_since_open, fingerprint
 from ckpt_tools.execute.output.local_output import LocalOutput
 from ckpt_tools.execute.processes.ranks import Ranks, StopSignals
 from ckpt_tools.execute.proof.payload_sums import SourceProof
@@ -261,7 +261,7 @@ class _Run:
         job, output = self._job, self.output
         if found not in _IN_PLACE:
             check_unchanged(self._source_state, fingerprint(job.files, job.plan), job.files.location)
-            check_as_opened(job.files)
+            check_unchanged_since_open(job.files)
             versions = {name: version for share in shares for name, version in share["versions"].items()}
             parts = _joined(share["parts"] for share in shares)
             output.publish(metadata_bytes(job.plan) if job.output.is_dcp else None, versions, parts)

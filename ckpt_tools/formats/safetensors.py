@@ -284,11 +284,7 @@ def _instead(names: list[str]) -> str:
 
 
 def refuse_pointers(files: Files, names: Iterable[str]) -> None:
-    """Nothing, when no file is a Git LFS pointer: a few lines that stand for a file which was not fetched.
-
-    Raises:
-        UnsupportedCheckpointError: some are.
-    """
+    """Raise UnsupportedCheckpointError if a file is a Git LFS pointer."""
     pointers = []
     for name in sorted(names):
         size = files.size(name) if files.exists(name) else 0

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, StorageError, UsageError
 from ckpt_tools.execute.move import stream
 from ckpt_tools.execute.move.read_box import BoxReader
-from ckpt_tools.execute.processes.threads import _Todo
+from ckpt_tools.execute.processes.threads import _FileQueue
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.formats.dcp.metadata_read import read_catalog
 from ckpt_tools.formats.dcp.metadata_write import metadata_bytes
@@ -138,7 +138,7 @@ def test_options_do_not_change_a_byte(case: Case, tmp_path: Path, options: Write
 def test_threads_take_every_batch_once_and_spread_over_files(case: Case, threads: int) -> None:
     items = case.plan(4).items
     share = range(1, len(items) - 1)
-    todo = _Todo(items, share, 6 << 16)
+    todo = _FileQueue(items, share, 6 << 16)
     chosen = [file for _ in range(threads) if (file := todo.file())]
     assert len(set(chosen)) == min(threads, len({items[n].file for n in share}))
     taken: list[int] = []

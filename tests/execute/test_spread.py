@@ -99,7 +99,7 @@ def test_other_processes_have_begun_when_the_block_does(tmp_path: Path) -> None:
     script = """
 import os, sys, time
 from pathlib import Path
-from ckpt_tools.execute.processes.team import begun
+from ckpt_tools.execute.processes.team import start_jobs
 here, place = os.getpid(), Path(sys.argv[1])
 
 def work(job, tick):
@@ -109,13 +109,13 @@ def work(job, tick):
     return job
 
 told = []
-with begun(work, range(100), sizes=[10] * 100, threads=1, workers=2, tick=told.append) as results:
+with start_jobs(work, range(100), sizes=[10] * 100, threads=1, workers=2, tick=told.append) as results:
     while len(list(place.iterdir())) < 100:
         time.sleep(0.01)
     assert results() == list(range(100))
 assert sum(told) == 1000, sum(told)
 try:
-    with begun(work, range(100), sizes=[10] * 100, threads=1, workers=2, tick=told.append):
+    with start_jobs(work, range(100), sizes=[10] * 100, threads=1, workers=2, tick=told.append):
         raise KeyError("the block")
 except KeyError:
     print("left")

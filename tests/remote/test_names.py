@@ -135,12 +135,12 @@ def test_the_command_of_the_issue(s3: Objects, tmp_path: Path) -> None:
     for path, data in others.items():
         s3.put(path, data)
     for name in (".metadata", "old.distcp"):
-        s3.put(f"box/cli/run[12]/{name}", b"old")
+        s3.put(f"box/cli/run[12]/iter_0000002/{name}", b"old")
     assert run(["convert", source, "s3://box/cli/run[12]", "--overwrite", "--quiet"]) == 0
     found = s3.below("box/cli")
     assert others.items() <= found.items()
-    assert found["box/cli/run[12]/.metadata"] != b"old"
-    assert "box/cli/run[12]/old.distcp" not in found
+    assert found["box/cli/run[12]/iter_0000002/.metadata"] != b"old"
+    assert "box/cli/run[12]/iter_0000002/old.distcp" not in found
 
 
 @pytest.mark.parametrize(

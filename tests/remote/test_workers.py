@@ -15,7 +15,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.output import remote_output
 from ckpt_tools.execute.output.remote_output import MARKER, Stretch, share_of, stretches
 from ckpt_tools.execute.processes.ranks import Ranks
-from ckpt_tools.execute.processes.team import shared_out
+from ckpt_tools.execute.processes.team import with_workers
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.execute.write_job import METADATA
 from tests.conftest import REPO
@@ -31,7 +31,7 @@ from ckpt_tools.execute.move import stream
 from ckpt_tools.execute.output import remote_output
 from ckpt_tools.execute.processes.ranks import Ranks
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
-from ckpt_tools.execute.processes.team import shared_out
+from ckpt_tools.execute.processes.team import with_workers
 from tests.execute.conftest import reopened_case
 
 source, out, workers, fault, how, files = sys.argv[1:]
@@ -51,7 +51,7 @@ def content(entries, stretch, pump):
             os.kill(os.getpid(), 9)
 
 try:
-    with shared_out(plan.bytes_to_write, options, Ranks(), place.directory) as (ranks, write):
+    with with_workers(plan.bytes_to_write, options, Ranks(), place.directory) as (ranks, write):
         if fault == "refused" and ranks.rank == 1:
             os.environ["AWS_ACCESS_KEY_ID"] = "refused"
             case = reopened_case(source)
@@ -182,10 +182,10 @@ def test_drivers_that_work_in_one_process_say_so() -> None:
     for place, message in (("memory://x/y", "driver of memory:// works in one process"),):
         with (
             pytest.raises(UsageError, match=message),
-            shared_out(1, WriteOptions(workers=2), Ranks(), place),
+            with_workers(1, WriteOptions(workers=2), Ranks(), place),
         ):
             pass
-    with shared_out(1 << 40, WriteOptions(), Ranks(), "memory://x/y") as (ranks, options):
+    with with_workers(1 << 40, WriteOptions(), Ranks(), "memory://x/y") as (ranks, options):
         assert (ranks.world, options.workers) == (1, 1)
 
 

@@ -21,7 +21,7 @@ from ckpt_tools.commands.job.report import Masters
 from ckpt_tools.commands.job.rewrite import Edited, EditOptions, rewrite, use_of_masters
 from ckpt_tools.errors import UsageError, VerificationError
 from ckpt_tools.execute.processes.ranks import Ranks
-from ckpt_tools.execute.processes.team import shared_out
+from ckpt_tools.execute.processes.team import with_workers
 from ckpt_tools.execute.proof.masters import check_masters
 from ckpt_tools.execute.proof.prove_source import prove_payloads
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
@@ -92,7 +92,7 @@ def average_checkpoints(
         options = replace(options, write=_within_memory(options.write, len(paths)))
         if last.location.kind == "safetensors":
             plan, place = _safetensors(last, output, catalog, targets, options)
-            with shared_out(plan.bytes_to_write, options.write, Ranks(), place.directory) as (ranks, write):
+            with with_workers(plan.bytes_to_write, options.write, Ranks(), place.directory) as (ranks, write):
                 written = write_checkpoint(plan, files, place, write, ranks=ranks, progress=progress)
         else:
             written = _dcp(paths[-1], last, output, catalog, targets, files, options, progress)

@@ -26,7 +26,7 @@ from ckpt_tools.errors import (
 from ckpt_tools.execute.move.source_reader import SourceReader, frame_reads, has_stores, store_ranges
 from ckpt_tools.execute.output.finished import is_written
 from ckpt_tools.execute.processes.ranks import Ranks
-from ckpt_tools.execute.processes.team import shared_out
+from ckpt_tools.execute.processes.team import with_workers
 from ckpt_tools.execute.proof.payload_sums import Stored, check
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
 from ckpt_tools.execute.write_job import METADATA
@@ -185,7 +185,7 @@ def _copy(
         place = replace(
             place, extra_files=small, is_dcp=False, beside={**place.beside, **_trackers(source, location)}
         )
-        with shared_out(plan.bytes_to_write, options.write, Ranks(), place.directory) as (ranks, write):
+        with with_workers(plan.bytes_to_write, options.write, Ranks(), place.directory) as (ranks, write):
             written = write_checkpoint(plan, files, place, write, ranks=ranks, progress=progress)
         if options.read_back:
             _read_back(plan, files, place, options.write)

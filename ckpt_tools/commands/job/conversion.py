@@ -22,7 +22,7 @@ from ckpt_tools.commands.job.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, VerificationError
 from ckpt_tools.execute.move.read_box import read_box
 from ckpt_tools.execute.processes.ranks import Ranks, connect
-from ckpt_tools.execute.processes.team import shared_out
+from ckpt_tools.execute.processes.team import with_workers
 from ckpt_tools.execute.proof.masters import (
     MastersReport,
     compare_masters,
@@ -190,7 +190,7 @@ def convert(
         told = _contradictions(opened, conversion)
         prove_zeros(opened, conversion)
         nbytes = _plan_of(conversion).bytes_to_write
-        with shared_out(nbytes, options.write, ranks, place.directory) as (ranks, write):
+        with with_workers(nbytes, options.write, ranks, place.directory) as (ranks, write):
             rehearse(_plan_of(conversion), opened.files, _complete(place, conversion), write, ranks)
             conversion, masters = with_proven_masters(opened, conversion, write, ranks)
             written = None

@@ -10,7 +10,7 @@ from ckpt_tools.commands.job.outputs import choose_output
 from ckpt_tools.commands.job.report import Masters, MastersUse
 from ckpt_tools.errors import UnsupportedCheckpointError
 from ckpt_tools.execute.processes.ranks import Ranks
-from ckpt_tools.execute.processes.team import shared_out
+from ckpt_tools.execute.processes.team import with_workers
 from ckpt_tools.execute.run import WriteOptions, WriteReport, write_checkpoint
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.torch_archive.item_reader import read_small_file
@@ -100,7 +100,7 @@ def rewrite(
     own = opened.files
     kept = {name: read_small_file(own, name) for name in COMPANIONS if own.exists(name)}
     place = replace(place, extra_files=kept | dict(companions or {}))
-    with shared_out(plan.bytes_to_write, options.write, Ranks(), place.directory) as (ranks, write):
+    with with_workers(plan.bytes_to_write, options.write, Ranks(), place.directory) as (ranks, write):
         return write_checkpoint(plan, files or own, place, write, ranks=ranks, progress=progress)
 
 

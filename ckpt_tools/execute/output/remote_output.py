@@ -45,7 +45,7 @@ from ckpt_tools.execute.output.journal import check_unchanged, is_fingerprint
 from ckpt_tools.execute.output.opened_shards import prove_uploaded
 from ckpt_tools.execute.output.staging import can_go_on, replaced
 from ckpt_tools.execute.processes.team import even_shares
-from ckpt_tools.execute.processes.threads import Crew
+from ckpt_tools.execute.processes.threads import WorkerThreads
 from ckpt_tools.execute.write_job import (
     METADATA,
     Done,
@@ -198,8 +198,8 @@ class Uploads:
         watch: Callable[[], None],
         progress: Progress,
     ) -> list[Counters]:
-        """Upload these stretches, those of files in `begun` as parts of its upload; see `Crew.run`."""
-        crew = Crew(source, threads, memory, sum(stretch.nbytes for stretch in stretches))
+        """Upload these stretches, those of files in `begun` as parts of its upload; see `WorkerThreads.run`."""
+        crew = WorkerThreads(source, threads, memory, sum(stretch.nbytes for stretch in stretches))
         left = iter(stretches)
 
         def upload(pump: Pump) -> None:
@@ -384,7 +384,7 @@ class RemoteOutput:
             raise no_bucket(store.location, store.without_bucket)
         goes_on = output.resume and (MARKER in present or has_files(plan.file_bytes, present))
         if present and not output.overwrite and not goes_on:
-            raise refuse_present(store, present)
+            raise not_empty_error(store, present)
         if output.overwrite:
             look_at_old(store, present, plan, output)
 
@@ -394,7 +394,7 @@ class RemoteOutput:
         resume = output.resume
         if resume and not self._final.is_bucket and MARKER in (aside := self._aside.sizes()):
             if present and MARKER not in present and not output.overwrite:
-                raise refuse_present(self._final, present)
+                raise not_empty_error(self._final, present)
             self.replaced = look_at_old(self._final, present, self._job.plan, output)
             self._use(self._aside)
             present = aside
@@ -443,7 +443,7 @@ class RemoteOutput:
         output, plan, present = self._job.output, self._job.plan, self._final.sizes()
         self._use(self._final)
         if present and not output.overwrite:
-            raise refuse_present(self._final, present)
+            raise not_empty_error(self._final, present)
         self.replaced = look_at_old(self._final, present, plan, output)
         is_old = bool(present) and (METADATA in present or MARKER not in present)
         if output.overwrite and not self._final.is_bucket and (is_old or self._aside.sizes()):
@@ -628,7 +628,7 @@ def look_at_old(store: Store, present: Mapping[str, int | None], plan: Plan, out
     )
 
 
-def refuse_present(store: Store, present: Iterable[str]) -> UsageError:
+def not_empty_error(store: Store, present: Iterable[str]) -> UsageError:
     """What to say of an output with files in it that no option gives up."""
     what = "is not empty; choose another output or replace it with --overwrite"
     if MARKER in present:

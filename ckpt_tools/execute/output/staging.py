@@ -103,10 +103,7 @@ def _entries(folder: Path) -> dict[str, int | None]:
 
 
 def _refuse_sources(final: Path, sources: Iterable[Path]) -> None:
-    """
-    Raises:
-        UsageError: a file of the sources lies in the output, perhaps by links, or the output in one of them.
-    """
+    """Raise UsageError if a file of the sources lies in the output, perhaps by links, or the output in one."""
     target = Path(os.path.realpath(final))
     for source in sources:
         with storage_errors(source):
@@ -119,12 +116,12 @@ def _refuse_sources(final: Path, sources: Iterable[Path]) -> None:
             )
 
 
-def cannot_be_made(folder: Path) -> UsageError:
+def output_blocked_error(folder: Path) -> UsageError:
     """What to say of a folder on whose way something else stands."""
     return UsageError(f"{folder} cannot be made: a file stands in its way; choose another output")
 
 
-def stopped(partial: Path) -> UsageError:
+def interrupted_error(partial: Path) -> UsageError:
     """What to say of work that was stopped, and that no option says what to do with."""
     return UsageError(
         f"{partial} holds a conversion that was stopped. Go on from it with --resume, or start anew with --overwrite."
@@ -138,20 +135,16 @@ def can_go_on(error: BaseException) -> bool:
 
 
 def check_own(folder: Folder) -> None:
-    """Nothing, for a partial directory in which only this tool has put something.
-
-    Raises:
-        Foreign: somebody else has.
-    """
+    """Raise Foreign if somebody else has put something into a partial directory."""
     names = folder.names()
     if names and LOCK not in names:
-        raise not_own(folder, names[0])
+        raise foreign_file_error(folder, names[0])
     for name in names:
         if not _OWN.fullmatch(name):
-            raise not_own(folder, name)
+            raise foreign_file_error(folder, name)
 
 
-def not_own(folder: Folder, name: str) -> Foreign:
+def foreign_file_error(folder: Folder, name: str) -> Foreign:
     """What to say of a name in the partial directory that is not this tool's."""
     return Foreign(
         f"{folder.path} is where the output would be made, but it holds {name}, which this tool did not put there. "
@@ -259,7 +252,7 @@ class Staging:
         """Raise what `acquire` and `create_files` would; nothing is made."""
         above = next(f for f in (self.final.parent, *self.final.parent.parents) if f.exists())
         if not above.is_dir():
-            raise cannot_be_made(self.final.parent)
+            raise output_blocked_error(self.final.parent)
         present = 0
         try:
             with storage_errors(above), Folder.named(above) as folder:
@@ -289,7 +282,7 @@ class Staging:
                 stands = self.partial / REPLACED
             if self.journal.exists():
                 if not (resume or overwrite):
-                    raise stopped(self.partial)
+                    raise interrupted_error(self.partial)
                 if resume:
                     check_journal(self.journal)
                     with suppress(FileNotFoundError), folder.enter(DATA) as data:
@@ -312,7 +305,7 @@ class Staging:
         except (Foreign, StorageError, FileExistsError, NotADirectoryError):
             if self.final.parent.is_dir():
                 raise
-            raise cannot_be_made(self.final.parent) from None
+            raise output_blocked_error(self.final.parent) from None
 
     def _examine(self, overwrite: bool, resume: bool) -> Found:
         self._undo_half_replacement()
@@ -328,7 +321,7 @@ class Staging:
         if resume and self.journal.exists() and self._has_own_data():
             return "unfinished"
         if self.journal.exists() and not (overwrite or resume):
-            raise stopped(self.partial)
+            raise interrupted_error(self.partial)
         folder = self.folder()
         folder.remove(MARKER)  # before the rest: it must not vouch for what is written next
         self._clear()
@@ -398,7 +391,7 @@ class Staging:
         written = os.pread(fd, _LOCK_BYTES, 0)
         if written and not written.startswith(b"process "):
             os.close(fd)
-            raise not_own(folder, LOCK)
+            raise foreign_file_error(folder, LOCK)
         return fd
 
     def _is_there(self, lock: int) -> bool:

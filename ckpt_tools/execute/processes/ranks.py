@@ -101,7 +101,7 @@ def _patience(count: int) -> float:
 
 
 T = TypeVar("T")
-ToldError: TypeAlias = list[Any]
+SerializedError: TypeAlias = list[Any]
 """An error on its way to other processes: name of its class, message, problems."""
 
 _POLL_SECONDS = 1.0
@@ -122,7 +122,7 @@ class Ranks:
     world = 1
 
     def __init__(self) -> None:
-        self.watch: Callable[[], None] = go_on
+        self.watch: Callable[[], None] = noop
 
     def together(self, step: Callable[[], T]) -> list[T]:
         """Run `step` on every rank; the results of all ranks, in rank order."""
@@ -137,7 +137,7 @@ class Ranks:
         self.watch()
 
 
-def go_on() -> None:
+def noop() -> None:
     """Watches nothing."""
 
 
@@ -153,7 +153,7 @@ class DistributedRanks(Ranks):
 
     def __init__(self, line: Line, topic: str) -> None:
         self.rank, self.world = line.rank, line.world
-        self.watch: Callable[[], None] = go_on
+        self.watch: Callable[[], None] = noop
         self._line, self._store, self._topic = line, line.store, topic
         self._round = 0
         self._polled = time.monotonic()
@@ -168,7 +168,7 @@ class DistributedRanks(Ranks):
         except PeerFailedError:
             outcome["error"] = None
         except BaseException as error:
-            outcome["error"] = told_error(error)
+            outcome["error"] = serialize_error(error)
             self._post("failed", "1")
             if not isinstance(error, CkptError | KeyboardInterrupt):
                 self._post(f"{self._round}/{self.rank}", json.dumps(outcome))
@@ -197,7 +197,7 @@ class DistributedRanks(Ranks):
             if time.monotonic() - self._polled < _POLL_SECONDS:
                 return
             self._polled = time.monotonic()
-            self._tell_of_the_silent()
+            self._report_dead_peers()
             if self._has("failed"):
                 raise PeerFailedError
 
@@ -210,7 +210,7 @@ class DistributedRanks(Ranks):
             if self._has(key):
                 found: dict[str, Any] = json.loads(self._ask(lambda: self._store.get(self._key(key))))
                 return found
-            self._tell_of_the_silent()
+            self._report_dead_peers()
             if self._has("failed"):
                 deadline = deadline or time.monotonic() + _LAST_WORDS_SECONDS
                 if self._has(f"silent/{peer}") or time.monotonic() > deadline:
@@ -233,7 +233,7 @@ class DistributedRanks(Ranks):
                 return
             time.sleep(0.01)
 
-    def _tell_of_the_silent(self) -> None:
+    def _report_dead_peers(self) -> None:
         """Let those know that do not watch them."""
         for peer in self._line.silent():
             self._post(f"silent/{peer}", "1")
@@ -252,14 +252,14 @@ class DistributedRanks(Ranks):
         return self._line.ask(request)
 
 
-def told_error(error: BaseException) -> ToldError:
+def serialize_error(error: BaseException) -> SerializedError:
     """An error as another process can be told of it."""
     problems = list(error.told_problems) if isinstance(error, CkptError) else []
     unsaid = "interrupted." if isinstance(error, KeyboardInterrupt) else type(error).__name__
     return [type(error).__name__, str(error) or unsaid, problems]
 
 
-def all_problems(told: Iterable[ToldError]) -> tuple[str, ...]:
+def all_problems(told: Iterable[SerializedError]) -> tuple[str, ...]:
     """The problems of several errors, each once; of one that lists none, its message, where others list some."""
     told = list(told)
     if not any(problems for _, _, problems in told):
@@ -267,7 +267,7 @@ def all_problems(told: Iterable[ToldError]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(problem for _, text, listed in told for problem in listed or [text]))
 
 
-def _joined(failed: Mapping[int, ToldError]) -> CkptError:
+def _joined(failed: Mapping[int, SerializedError]) -> CkptError:
     """One error of the class of the lowest failed rank, with the messages and problems of all."""
     kind = failed[min(failed)][0]
     messages = {text: [r for r in failed if failed[r][1] == text] for _, text, _ in failed.values()}

@@ -41,11 +41,11 @@ from ckpt_tools.errors import CkptError, StorageError, UsageError
 from ckpt_tools.execute.processes.ranks import (
     PeerFailedError,
     Ranks,
-    ToldError,
+    SerializedError,
     all_problems,
     error_called,
-    go_on,
-    told_error,
+    noop,
+    serialize_error,
 )
 from ckpt_tools.execute.write_job import WriteOptions
 from ckpt_tools.formats.storage.io_pool import connections_of, rest
@@ -76,7 +76,7 @@ def default_workers(nbytes: int, options: WriteOptions, cores: int) -> int:
 
 
 @contextmanager
-def shared_out(
+def with_workers(
     nbytes: int, options: WriteOptions, ranks: Ranks, output: Path | str | None = None
 ) -> Iterator[tuple[Ranks, WriteOptions]]:
     """The ranks that move `nbytes`, and the options of each: this process alone, a launcher's, or forked workers."""
@@ -102,7 +102,7 @@ def shared_out(
         yield ranks, replace(options, workers=1)
         return
     with (
-        forked(workers, fewer_will_do=options.workers is None) as workers_ranks,
+        forked(workers, allow_fewer=options.workers is None) as workers_ranks,
         connections_of(workers_ranks.world),
     ):
         yield workers_ranks, replace(options, workers=workers_ranks.world)
@@ -123,7 +123,7 @@ def is_alone() -> bool:
 
 
 @contextmanager
-def forked(workers: int, fewer_will_do: bool = False) -> Iterator[WorkerRanks]:
+def forked(workers: int, allow_fewer: bool = False) -> Iterator[WorkerRanks]:
     """Run the block in this process and in `workers` - 1 copies of it; only this one leaves it.
 
     Whatever ends the block here ends it in the copies: they meet a closed pipe.
@@ -131,7 +131,7 @@ def forked(workers: int, fewer_will_do: bool = False) -> Iterator[WorkerRanks]:
     processes: list[int] = []
     with ExitStack() as pipes:
         try:
-            ranks = _fork(workers, processes, pipes, fewer_will_do)
+            ranks = _fork(workers, processes, pipes, allow_fewer)
             if ranks.rank:
                 with suppress(BaseException):  # told to rank 0 by `together`, or met there as a closed pipe
                     ranks.wait_for_all()
@@ -146,7 +146,7 @@ def forked(workers: int, fewer_will_do: bool = False) -> Iterator[WorkerRanks]:
                     os.waitpid(pid, 0)
 
 
-def _fork(workers: int, processes: list[int], pipes: ExitStack, fewer_will_do: bool) -> WorkerRanks:
+def _fork(workers: int, processes: list[int], pipes: ExitStack, allow_fewer: bool) -> WorkerRanks:
     """The ranks as seen by the process that returns: rank 0 for the caller, another one for each copy."""
     from multiprocessing.connection import Pipe  # 5 ms, and most that is small needs no other process
 
@@ -160,7 +160,7 @@ def _fork(workers: int, processes: list[int], pipes: ExitStack, fewer_will_do: b
                 pid = os.fork()
             except OSError as error:  # of processes or of memory there are no more
                 gc.unfreeze()
-                if fewer_will_do:
+                if allow_fewer:
                     theirs.close()
                     ours.close()
                     return WorkerRanks(0, rank, lines, processes)
@@ -184,7 +184,7 @@ class WorkerRanks(Ranks):
 
     def __init__(self, rank: int, world: int, lines: list[Connection], processes: list[int]) -> None:
         self.rank, self.world, self.processes = rank, world, processes
-        self.watch: Callable[[], None] = go_on
+        self.watch: Callable[[], None] = noop
         self._lines = lines  # of rank 0: to every worker; of a worker: to rank 0
         self._outcomes: dict[int, Any] = {}  # of rank 0: what has come of this step, by rank
         self._stopped: dict[int, int] = {}  # of rank 0: for how many looks each was found to stand still
@@ -236,7 +236,7 @@ class WorkerRanks(Ranks):
         except PeerFailedError:
             return {"error": None}
         except (CkptError, KeyboardInterrupt) as error:
-            return {"error": told_error(error)}
+            return {"error": serialize_error(error)}
         except BaseException:  # a defect: rank 0 shows where
             return {"error": ["", traceback.format_exc(), []]}
 
@@ -267,7 +267,7 @@ class WorkerRanks(Ranks):
             try:
                 self.watch()
             except CkptError as error:
-                self._outcomes[0] = {"error": told_error(error)}
+                self._outcomes[0] = {"error": serialize_error(error)}
         outcomes = [self._outcomes[rank] for rank in range(self.world)]
         self._send(outcomes if all_need_it or has_told else [])
         self._outcomes = {}
@@ -320,7 +320,7 @@ def _is_stopped(pid: int) -> bool:
     return False
 
 
-def _error_of(failed: list[ToldError]) -> Exception:
+def _error_of(failed: list[SerializedError]) -> Exception:
     """One error with the messages and the problems of all workers, each once; Ctrl-C reaches all of them."""
     kinds = [kind for kind, _, _ in failed]
     text = "\n".join(dict.fromkeys(message for _, message, _ in failed))
@@ -337,7 +337,7 @@ Reads: TypeAlias = Callable[[Job], Iterable[Range]]
 """The ranges of a store's files that a job reads, in order."""
 Tick: TypeAlias = Callable[[int], None]
 """Told the bytes that were read since the last call; may raise to stop."""
-_Failed: TypeAlias = tuple[int, ToldError]  # the number of a job, and what it has raised
+_Failed: TypeAlias = tuple[int, SerializedError]  # the number of a job, and what it has raised
 _BATCH_BYTES = 8 << 20  # taken at a time, at least: some milliseconds of reading
 _JOB_BYTES = 256 << 10  # as much as these takes what a job needs beside its bytes
 _MOST_BATCHES = 1000  # their numbers fit one page, which is all that a pipe may have
@@ -353,13 +353,15 @@ def spread(
     tick: Tick,
     reads: Reads[Job] | None = None,
 ) -> list[Result]:
-    """`work` of every job, in the order of `jobs`; the arguments and errors are those of `begun`."""
-    with begun(work, jobs, sizes=sizes, threads=threads, workers=workers, tick=tick, reads=reads) as results:
+    """`work` of every job, in the order of `jobs`; the arguments and errors are those of `start_jobs`."""
+    with start_jobs(
+        work, jobs, sizes=sizes, threads=threads, workers=workers, tick=tick, reads=reads
+    ) as results:
         return results()
 
 
 @contextmanager
-def begun(
+def start_jobs(
     work: Callable[[Job, Tick], Result],
     jobs: Sequence[Job],
     *,
@@ -384,7 +386,7 @@ def begun(
     """
     with (
         closing(_Queue(sizes, workers)) as queue,
-        shared_out(sum(sizes), WriteOptions(threads=threads, workers=workers), Ranks()) as (ranks, options),
+        with_workers(sum(sizes), WriteOptions(threads=threads, workers=workers), Ranks()) as (ranks, options),
     ):
         ahead = options.thread_memory(reads_store=True).ahead if reads is not None else 0
 
@@ -403,7 +405,7 @@ def begun(
             first = min(errors)
             if ranks.world == 1 or not isinstance(errors[first], CkptError):
                 raise errors[first]
-            return {}, (first, told_error(errors[first]))
+            return {}, (first, serialize_error(errors[first]))
 
         def results() -> list[Result]:
             shares = ranks.gather(share)
@@ -416,7 +418,7 @@ def begun(
             return [found[number] for number in range(len(jobs))]
 
         if ranks.rank:
-            ranks.gather(share)  # and this process ends with `shared_out`
+            ranks.gather(share)  # and this process ends with `with_workers`
         else:
             yield results
 

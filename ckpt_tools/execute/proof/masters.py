@@ -29,7 +29,7 @@ from ckpt_tools.errors import (
 from ckpt_tools.execute.move.read_box import BoxReader, Region, Run
 from ckpt_tools.execute.move.source_reader import index_of
 from ckpt_tools.execute.processes.ranks import Ranks
-from ckpt_tools.execute.processes.team import by_threads, even_shares, shared_out
+from ckpt_tools.execute.processes.team import by_threads, even_shares, with_workers
 from ckpt_tools.execute.write_job import WriteOptions
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.storage.prefetch import Range
@@ -50,9 +50,9 @@ from ckpt_tools.plan.byte_runs import is_run, row_major_tiles
 from ckpt_tools.plan.overlap import ChunkFinder, TargetReader, transfers_into
 
 
-def unlike(masters: Array, master_dtype: str, weights: Array, dtype: str) -> Array:
+def rounding_mismatch(masters: Array, master_dtype: str, weights: Array, dtype: str) -> Array:
     """Where masters do not round to weights; any NaN equals any other."""
-    if (master_dtype, dtype) == ("float32", "bfloat16") and are_near(masters, weights):
+    if (master_dtype, dtype) == ("float32", "bfloat16") and surely_rounds(masters, weights):
         return np.zeros(masters.shape, bool)
     rounded = cast(masters, master_dtype, dtype)
     bits = raw_dtype(dtype)
@@ -64,7 +64,7 @@ def unlike(masters: Array, master_dtype: str, weights: Array, dtype: str) -> Arr
     return different
 
 
-def are_near(masters: Array, weights: Array) -> bool:
+def surely_rounds(masters: Array, weights: Array) -> bool:
     """Whether fp32 masters hold no NaN and lie at most half a step from their bf16 weights, the next ones then.
 
     Masters of finite weights are finite then, too. Bits of one sign are ordered like the numbers, so a difference of
@@ -212,7 +212,7 @@ def check_masters(
 
 
 def refuse_masters(problems: Sequence[str], advice: str | None = None) -> None:
-    """Nothing, where `compare_masters` has found no problem. Raises as `check_masters`."""
+    """Raise the error of `check_masters` if `compare_masters` has found problems."""
     if not problems:
         return
     advice = advice or "With --weights-only the stored weights are converted, without an optimizer."
@@ -300,7 +300,7 @@ def compare_all_masters(
     if not left:
         return report, []
     nbytes = sum(map(_bytes_of, left))
-    with shared_out(nbytes, WriteOptions(threads=threads, workers=workers), Ranks()) as (ranks, _):
+    with with_workers(nbytes, WriteOptions(threads=threads, workers=workers), Ranks()) as (ranks, _):
         mine = share_of(left, "all", ranks)
 
         def compare() -> tuple[MastersReport, list[str]] | None:
@@ -482,7 +482,7 @@ class _Comparison:
         for blocks in in_step(self._in_step, box):
             tick()
             masters, weights = (b.view(numpy_dtype(dtype)) for b, dtype in zip(blocks, types, strict=True))
-            if unlike(masters, types[0], weights, types[1]).any():
+            if rounding_mismatch(masters, types[0], weights, types[1]).any():
                 return False
             elements += masters.size
         return elements == box.volume
@@ -494,7 +494,7 @@ class _Comparison:
     def difference(self, box: Box) -> str | None:
         """The first element of `box` whose master does not round to its weight; any NaN equals any other."""
         masters, weights = self.masters(box), self.weights(box)
-        different = unlike(masters, self.target.dtype, weights, self.dtype)
+        different = rounding_mismatch(masters, self.target.dtype, weights, self.dtype)
         if not different.any():
             return None
         at = np.unravel_index(int(different.argmax()), box.size)

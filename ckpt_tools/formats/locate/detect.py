@@ -108,10 +108,7 @@ def metadata_json_problems(fields: dict[str, Any]) -> Iterator[str]:
 
 
 def refuse_metadata_json(files: Files) -> None:
-    """
-    Raises:
-        CorruptCheckpointError: a `metadata.json` that names a `sharded_backend` is damaged elsewhere.
-    """
+    """Raise CorruptCheckpointError if a `metadata.json` that names a `sharded_backend` is damaged elsewhere."""
     problems = list(metadata_json_problems(parse_json(read_whole(files, METADATA_JSON))))
     if problems:
         raise CorruptCheckpointError(

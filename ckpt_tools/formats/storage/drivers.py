@@ -68,7 +68,7 @@ class Multipart:
         self._tags: list[str] = []
 
     def write(self, data: bytes | memoryview) -> None:
-        """Raises: what the store said of a part that was sent before."""
+        """Send full parts. Raises the error of a part that was sent before."""
         rest = memoryview(data).cast("B")
         while rest:
             rest = rest[self._buffer.write(rest[: self._part_bytes - self._buffer.tell()]) :]
@@ -76,7 +76,7 @@ class Multipart:
                 self._send()
 
     def close(self) -> None:
-        """Complete the file. Raises: what the store said of any part of it."""
+        """Complete the file. Raises the error of any part."""
         if self._upload is None:  # not even one part
             self._ask("put_object", Body=self._buffer.getvalue())
             return
@@ -84,7 +84,7 @@ class Multipart:
         self._upload = None
 
     def parts(self) -> list[Part]:
-        """All parts, when the store has answered to the last. Raises: what it said of any of them."""
+        """All parts, when the store has answered to the last. Raises the error of any."""
         if self._buffer.tell():
             self._send()
         while self._asked:
@@ -93,7 +93,7 @@ class Multipart:
         return [Part(number, tag) for number, tag in enumerate(self._tags, self._first)]
 
     def discard(self) -> None:
-        """Nothing is on its way any more, and the store forgets the parts that it has."""
+        """Stop all requests; the store forgets the parts that it has."""
         self._pool.shutdown(cancel_futures=True)
         self._asked.clear()
         self._buffer = BytesIO()

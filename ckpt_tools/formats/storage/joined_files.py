@@ -53,7 +53,7 @@ class JoinedFiles:
         files.read_into(inner, offset, buffer)
 
     def close(self) -> None:
-        """Nothing: the folders stay their owners'."""
+        """Does nothing: the folders stay their owners'."""
 
 
 class FilesBeside(JoinedFiles):
