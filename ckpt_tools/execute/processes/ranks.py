@@ -69,7 +69,9 @@ class Line:
     def silent(self) -> list[int]:
         """The watched ranks that give no sign of life."""
         return [
-            peer for peer, (count, missed) in self._seen.items() if missed * BEAT_SECONDS >= _patience(count)
+            peer
+            for peer, (count, missed) in self._seen.items()
+            if missed * BEAT_SECONDS >= (SILENT_SECONDS if count else JOIN_SECONDS)
         ]
 
     def _serve(self) -> None:
@@ -94,10 +96,6 @@ class Line:
             count = self.store.add(f"beat/{peer}", 0)
             before, missed = self._seen[peer]
             self._seen[peer] = (count, 0 if count != before else missed + 1)
-
-
-def _patience(count: int) -> float:
-    return SILENT_SECONDS if count else JOIN_SECONDS
 
 
 T = TypeVar("T")
