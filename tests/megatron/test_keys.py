@@ -199,7 +199,7 @@ def test_no_other_module_spells_a_key_as_a_pattern() -> None:
     }
     assert found <= {
         "formats/locate/detect.py",  # tells the format from raw bytes, before there are keys
-        "sharding/parameters.py",
+        "sharding/units.py",
         "commands/check/preflight.py",
         "commands/convert/picture.py",
     }
