@@ -54,7 +54,7 @@ def _bar() -> Iterator[Callable[[int, int], None]]:
     columns += [BarColumn(bar_width=40)] if console.width >= _BAR else []
     columns += [TextColumn("{task.percentage:>3.0f} %"), TextColumn("{task.fields[size]}")]
     columns += [TimeRemainingColumn()] if console.width >= _BAR else []
-    # Without its own thread, which would keep this process from being forked (`execute.workers`).
+    # Without its own thread, which would keep this process from being forked (`execute.processes.team`).
     with Progress(*columns, console=console, auto_refresh=False) as bar:
         task = bar.add_task("", total=None, size="")
         started, drawn, latest = time.monotonic(), 0.0, 0

@@ -6,6 +6,10 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ckpt_tools.cli.render import escape, say, tell
+from ckpt_tools.commands.job.report import ConversionReport, Masters
+from ckpt_tools.commands.job.target_job import describe
+from ckpt_tools.execute.proof.masters import describe_masters
+from ckpt_tools.execute.run import WriteReport
 from ckpt_tools.human import human_bytes
 from ckpt_tools.model.choices import assert_never
 
@@ -22,7 +26,6 @@ _NAMED = 3  # keys of one reason
 
 def print_report(report: ConversionReport) -> None:
     """What was converted, how fast, and what changed on the way; long lists are cut (`--json` has them whole)."""
-    from ckpt_tools.commands.job.target_job import describe
 
     done = "would convert" if report.written is None else "converted"
     if report.written and report.written.was_there:
@@ -87,7 +90,6 @@ def _source(report: ConversionReport) -> str:
 
 def masters_text(masters: Masters) -> str:
     """What became of them, and what was proven."""
-    from ckpt_tools.execute.proof.check_masters import describe_masters
 
     match masters.use:
         case "none":

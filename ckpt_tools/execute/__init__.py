@@ -5,6 +5,5 @@
 * `proof/`: the source is proven, and masters against weights
 * `move/`: bytes from source to output in bounded memory
 * `run`: the door: who calls what on which rank, in order
-* `write_job`: what is written, of what and where; what an output must be able to do
-* `rehearse`: what writing would refuse, refused at once
+* `write_job`: what is written, of what and where; what an output must be able to do; what a thread may hold
 """

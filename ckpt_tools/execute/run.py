@@ -12,7 +12,7 @@ Every rank calls `write_checkpoint` with the same plan, and all go through the s
     accept   keeps it as its own, or begins as for any other              nothing
     open     of a store: sees what is there, begins files that several ranks      nothing
              write
-    work     its share, by threads (`Crew`), each with a pump (`Pump`)    the same
+    work     its share, by threads (`WorkerThreads`), each with a pump (`Pump`)    the same
     prove    sums of the source that several ranks hold parts of are      the same
              joined, what nobody read is read (`prove_rest`)
     publish  source unchanged?; shards open?; small files; `.metadata`    nothing
@@ -33,13 +33,12 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from typing import Any, Final, TypedDict
 
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import CorruptCheckpointError, UsageError
 from ckpt_tools.execute.move.source_reader import SourceReader, forget
 from ckpt_tools.execute.output.finished import is_written
-from ckpt_tools.execute.output.journal import check_as_opened, check_unchanged, fingerprint
+from ckpt_tools.execute.output.journal import check_unchanged, check_unchanged_since_open, fingerprint
 from ckpt_tools.execute.output.local_output import LocalOutput
-from ckpt_tools.execute.processes.ranks import Ranks
-from ckpt_tools.execute.processes.signals import StopSignals
+from ckpt_tools.execute.processes.ranks import Ranks, StopSignals
 from ckpt_tools.execute.proof.payload_sums import SourceProof
 from ckpt_tools.execute.proof.prove_source import ProofReport, prove_rest
 from ckpt_tools.execute.write_job import (
@@ -53,9 +52,9 @@ from ckpt_tools.execute.write_job import (
     WriteReport,
 )
 from ckpt_tools.formats.dcp.metadata_write import metadata_bytes
+from ckpt_tools.formats.storage.drivers import Part
 from ckpt_tools.formats.storage.files import Files
-from ckpt_tools.formats.storage.multipart import Part
-from ckpt_tools.model.transfers import Plan
+from ckpt_tools.model.transfers import Plan, stored_parts
 
 __all__ = ["Output", "WriteOptions", "WriteReport", "write_checkpoint"]
 
@@ -84,11 +83,58 @@ def write_checkpoint(
     with StopSignals() as signals:
         ranks.watch = signals.check
         run = _Run(job, _output_of(job))
-        if len(set(ranks.together(lambda: plan.digest))) > 1:
-            raise UsageError("the ranks made different plans: do they all see the same source and options?")
+        _check_same(ranks.together(lambda: plan.digest))
         shares, proven = run.steps()
     done = _report(job, shares, proven, kept, time.monotonic() - started)
     return replace(done, replaced=run.output.replaced)
+
+
+def rehearse(
+    plan: Plan,
+    files: Files,
+    output: Output,
+    options: WriteOptions | None = None,
+    ranks: Ranks | None = None,
+) -> None:
+    """Return if `write_checkpoint` would begin; called on every rank.
+
+    Raises the errors that it would: an output that cannot be taken, too little disk or memory, source files that are
+    absent or too short.
+    """
+    ranks = ranks or Ranks()
+    job = WriteJob(plan, files, output, options or WriteOptions(), ranks, lambda done, total: None)
+
+    def look() -> str:
+        assert job.thread_memory.tile  # or nobody begins
+        if ranks.rank == 0:
+            _output_of(job).look()
+            _check_extents(plan, files)
+        return plan.digest
+
+    _check_same(ranks.together(look))
+
+
+def _check_same(digests: Iterable[str]) -> None:
+    if len(set(digests)) > 1:
+        raise UsageError("the ranks made different plans: do they all see the same source and options?")
+
+
+def _check_extents(plan: Plan, files: Files) -> None:
+    """Every source file is there and reaches to the end of what is read of it."""
+    ends: dict[str, tuple[int, str]] = {}
+    for item in plan.items:
+        for transfer in stored_parts(item.transfers):
+            stored = transfer.item
+            end = stored.offset + stored.length
+            if end > ends.get(stored.file, (0, ""))[0]:
+                ends[stored.file] = end, transfer.key
+    for name, (end, key) in ends.items():
+        size = files.size(name)
+        if size < end:
+            raise CorruptCheckpointError(
+                f"{files.location}/{name}: has {size} bytes, but {key} lies at bytes up to {end}. The file was cut "
+                "short; copy it again, or use another iteration."
+            )
 
 
 def _output_of(job: WriteJob) -> JobOutput:
@@ -215,7 +261,7 @@ class _Run:
         job, output = self._job, self.output
         if found not in _IN_PLACE:
             check_unchanged(self._source_state, fingerprint(job.files, job.plan), job.files.location)
-            check_as_opened(job.files)
+            check_unchanged_since_open(job.files)
             versions = {name: version for share in shares for name, version in share["versions"].items()}
             parts = _joined(share["parts"] for share in shares)
             output.publish(metadata_bytes(job.plan) if job.output.is_dcp else None, versions, parts)

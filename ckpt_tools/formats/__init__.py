@@ -4,8 +4,7 @@
 * `torch_archive/`: the archives of `torch.save`
 * `pickle/`: pickles, read without running anything
 * `dcp/`: `.metadata` of torch's distributed checkpoints
-* `safetensors/`: safetensors files as a catalog
+* `safetensors`: safetensors files as a catalog
 * `locate/`: which folder holds the checkpoint, and of which kind it is
-* `untrusted_documents`: JSON and YAML from strangers, bounded
-* `key_filter`: keys that a user leaves out
+* `untrusted_documents`: JSON and YAML from untrusted sources, bounded
 """

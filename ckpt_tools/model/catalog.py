@@ -4,16 +4,18 @@ A view (`Value`) moves bytes; a kernel (`Made`) computes a tensor, whose entry s
 stored one, so that views show it as any other.
 
 A catalog says where every item's bytes lie but not what its keys mean. Items are addressed with their
-container (the `torch.save` zip around a payload); `container.py` finds the payload inside.
+container (the `torch.save` zip around a payload); `item_reader` finds the payload inside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckpt_tools.close_names import refuse_unmatched
 from ckpt_tools.errors import MappingError
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.dtypes import Form, itemsize
@@ -22,6 +24,7 @@ from ckpt_tools.model.views import Insert, Narrow, Place, Source, Step, view_sha
 
 if TYPE_CHECKING:
     from ckpt_tools.model.kernels.kernel import Kernel
+
 
 MAX_DIMENSIONS = 64  # of a tensor; torch and numpy have the same limit
 
@@ -183,3 +186,18 @@ class Catalog:
             return (key,)
         sources = (source for value in entry.made.inputs for source in value.sources)
         return tuple(stored for source in sources for stored in self.stored_keys(source.key))
+
+
+def leave_out(catalog: Catalog, globs: Sequence[str]) -> tuple[Catalog, tuple[str, ...]]:
+    """The catalog without the tensors and objects whose keys match; a line for each."""
+    if not globs:
+        return catalog, ()
+    keys = (*catalog.tensors, *catalog.objects)
+    refuse_unmatched("--ignore-keys", globs, keys)
+    gone = {key for key in keys if any(fnmatchcase(key, glob) for glob in globs)}
+    kept = replace(
+        catalog,
+        tensors={key: entry for key, entry in catalog.tensors.items() if key not in gone},
+        objects={key: entry for key, entry in catalog.objects.items() if key not in gone},
+    )
+    return kept, tuple(f"{key}: --ignore-keys" for key in keys if key in gone)

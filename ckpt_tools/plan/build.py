@@ -1,21 +1,39 @@
-"""Makes the plan: target tensors x their boxes x the source's chunks."""
+"""The plans: of a distributed checkpoint (target tensors x their boxes x the source's chunks), of safetensors files,
+of a copy. And what belongs to any plan: its digest, its holes, and which worker carries out which items.
+
+Safetensors files have headers as blobs and bare payloads. Wider element types come first, so that every tensor is
+aligned to its own width.
+
+A copy moves whole files as bytes. They are cut where a checksum of their writer begins and ends: a run that is a
+payload carries the checksum that stands in its archive, so that carrying out the plan proves it; frames and headers
+between payloads carry none.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import NamedTuple, TypeAlias
+from itertools import accumulate, islice, pairwise
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
+
+import orjson
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, list_problems
+from ckpt_tools.formats.safetensors import safetensors_header
 from ckpt_tools.formats.torch_archive.tensor_template import EXTENT_BYTES, framed_tensor, tensor_frame
 from ckpt_tools.formats.torch_archive.zip_archive import ALIGNMENT
 from ckpt_tools.model.box import Box, full_box
-from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTensor
 from ckpt_tools.model.transfers import (
+    RUNS,
     VERBATIM,
     Computation,
     OutputBlob,
@@ -24,12 +42,102 @@ from ckpt_tools.model.transfers import (
     Strategy,
     TensorInfo,
     Transfer,
+    only_zeros,
 )
+from ckpt_tools.model.views import Piece
 from ckpt_tools.model.without_gc import without_gc
-from ckpt_tools.plan.digest import plan_digest
-from ckpt_tools.plan.overlap import ChunkFinder, Located, TargetReader
-from ckpt_tools.plan.strategy import strategy, transfer
-from ckpt_tools.plan.tiling import tiling_problem
+from ckpt_tools.plan.overlap import (
+    ChunkFinder,
+    Located,
+    TargetReader,
+    strategy,
+    tiling_problem,
+    transfer,
+    transfers_into,
+)
+
+_BATCH = 1000  # entries of a table that are spelled at once: all names of a large plan are 140 MiB
+
+
+def plan_digest(
+    items: Sequence[OutputItem],
+    blobs: Sequence[OutputBlob],
+    sizes: Mapping[str, int],
+    tensors: Mapping[str, TensorInfo],
+    paths: Mapping[str, tuple[str | int, ...]],
+    original_shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> str:
+    """SHA-256 over a canonical rendering of the plan."""
+    state = hashlib.sha256()
+    data_digest = cache(lambda data: hashlib.sha256(data).hexdigest())
+    for item in items:
+        state.update(_canonical(list(item)))
+    for blob in blobs:
+        box = None if blob.box is None else list(blob.box)
+        row = [blob.key, box, blob.file, blob.offset, data_digest(blob.data)]
+        state.update(_canonical(row))
+    shapes = [] if original_shapes is None else [original_shapes]
+    tables: list[Mapping[str, Any]] = [sizes, tensors, paths, *shapes, {}]
+    before = state.copy()
+    try:
+        for piece in _pieces(tables):
+            state.update(piece)
+    except orjson.JSONEncodeError:  # all tables are one value, spelled one way
+        state = before
+        state.update(json.dumps([dict(table) for table in tables]).encode())
+    return state.hexdigest()
+
+
+def _pieces(tables: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
+    """The JSON of a list of dicts."""
+    for number, table in enumerate(tables):
+        yield b",{" if number else b"[{"
+        rows, begun = iter(table.items()), False
+        while part := dict(islice(rows, _BATCH)):
+            yield b"," if begun else b""
+            yield orjson.dumps(part, default=list)[1:-1]  # a named tuple is a list, as for `json`
+            begun = True
+        yield b"}"
+    yield b"]"
+
+
+def _canonical(value: object) -> bytes:
+    """`value` as JSON; the slow way for what UTF-8 cannot spell, such as file names that are not text."""
+    try:
+        return orjson.dumps(value, default=_spelled)
+    except orjson.JSONEncodeError:
+        return json.dumps(value, default=repr).encode()
+
+
+def _spelled(value: object) -> object:
+    """Items are nested named tuples; steps of views differ by their name alone. Kernels say what they are."""
+    return [type(value).__name__, *value] if isinstance(value, tuple) else repr(value)
+
+
+MIN_BYTES = 1 << 20  # a shorter run of zeros saves less than the room set aside around it is worth
+
+
+class Hole(NamedTuple):
+    """A byte range of a file."""
+
+    start: int
+    stop: int
+
+
+def holes(plan: Plan) -> Mapping[str, list[Hole]]:
+    """By file, in order: the payloads of long items that are nothing but zeros."""
+    found: dict[str, list[Hole]] = {}
+    for item in plan.items:
+        if item.nbytes >= MIN_BYTES and not item.bare and only_zeros(item.transfers):
+            start = item.offset + len(tensor_frame(item.dtype, item.box.size).head)
+            found.setdefault(item.file, []).append(Hole(start, start + item.nbytes))
+    return {file: sorted(ranges) for file, ranges in found.items()}
+
+
+def hole_bytes(found: Mapping[str, list[Hole]]) -> int:
+    """Bytes in all of them."""
+    return sum(hole.stop - hole.start for ranges in found.values() for hole in ranges)
+
 
 FILE_BYTES = 1 << 30  # a file that is this long gets no further item
 SHARED_BYTES = 1 << 20  # so long a copy of a whole payload may begin behind a gap, for extents to be shared
@@ -233,3 +341,166 @@ def raise_all(problems: Sequence[MappingError | CorruptCheckpointError]) -> None
             f"{len(problems)} tensors cannot be planned:\n" + list_problems(map(str, problems)),
             map(str, problems),
         )
+
+
+ITEM_BYTES = 64 << 20  # a larger tensor is written as several items, by several workers
+
+
+class WeightFile(NamedTuple):
+    """A file and its tensors; those of `InlineTensor` have known bytes."""
+
+    name: str
+    tensors: Sequence[TargetTensor | InlineTensor]
+
+
+def build_safetensors_plan(
+    catalog: Catalog, files: Iterable[WeightFile], shapes: Mapping[str, tuple[int, ...]]
+) -> Plan:
+    """The plan that writes the weight files from `catalog`.
+
+    `shapes` are the shapes that the headers give to tensors whose targets have split axes.
+    """
+    finder = ChunkFinder(catalog)
+    items: list[OutputItem] = []
+    blobs: list[OutputBlob] = []
+    sizes: dict[str, int] = {}
+    tensors: dict[str, TensorInfo] = {}
+    problems: list[MappingError | CorruptCheckpointError] = []
+    for file in files:
+        ordered = sorted(file.tensors, key=lambda t: -itemsize(t.dtype))
+        infos = {t.key: TensorInfo(t.dtype, shapes.get(t.key, t.shape)) for t in ordered}
+        header = safetensors_header(infos)
+        blobs.append(OutputBlob(file.name, None, file.name, 0, header))
+        at = len(header)
+        for tensor in ordered:
+            if isinstance(tensor, InlineTensor):
+                blobs.append(OutputBlob(tensor.key, full_box(tensor.shape), file.name, at, tensor.data))
+            else:
+                try:
+                    items.extend(_items(finder, tensor, file.name, at))
+                except (MappingError, CorruptCheckpointError) as error:
+                    problems.append(error)
+            at += prod(tensor.shape) * itemsize(tensor.dtype)
+        sizes[file.name] = at
+        tensors |= infos
+    raise_all(problems)
+    paths = {key: (key,) for key in tensors}
+    digest = plan_digest(tuple(items), tuple(blobs), sizes, tensors, paths)
+    return Plan(tuple(items), tuple(blobs), sizes, tensors, paths, digest)
+
+
+def _items(finder: ChunkFinder, tensor: TargetTensor, file: str, at: int) -> Iterator[OutputItem]:
+    """The tensor in runs of whole rows, from byte `at` of the file on."""
+    reader = TargetReader(finder, tensor)
+    for box in _runs(tensor):
+        transfers = transfers_into(reader, box)
+        zeros = box.volume - sum(t.box.volume for t in transfers)
+        length = box.volume * itemsize(tensor.dtype)
+        yield OutputItem(tensor.key, box, tensor.dtype, file, at, length, tuple(transfers), zeros, bare=True)
+        at += length
+
+
+def _runs(tensor: TargetTensor) -> Iterator[Box]:
+    """Boxes of whole rows of at most `ITEM_BYTES`, or of one row."""
+    whole = full_box(tensor.shape)
+    if whole.volume == 0:
+        return
+    if not tensor.shape:
+        yield whole
+        return
+    rows, rest = tensor.shape[0], tensor.shape[1:]
+    step = max(1, ITEM_BYTES // (prod(rest) * itemsize(tensor.dtype)))
+    for start in range(0, rows, step):
+        yield Box((start, *(0,) * len(rest)), (min(step, rows - start), *rest))
+
+
+PART_BYTES = 64 << 20  # a longer run is copied in several items, by several workers
+
+
+class Run(NamedTuple):
+    """A payload in a file: where, of what, and its CRC-32 if its writer kept one."""
+
+    start: int
+    nbytes: int
+    key: str
+    crc32: int | None
+
+
+class RawFile(NamedTuple):
+    """A file to copy: its length, payloads in order, and its first bytes where those are read already."""
+
+    nbytes: int
+    runs: Sequence[Run] = ()
+    head: bytes = b""
+
+
+def build_copy_plan(files: Mapping[str, RawFile]) -> Plan:
+    """The plan that writes each file as it is."""
+    items: list[OutputItem] = []
+    blobs: list[OutputBlob] = []
+    for name, file in files.items():
+        if file.head:
+            blobs.append(OutputBlob(f"{name}[0:{len(file.head)}]", None, name, 0, file.head))
+        for run in _all_runs(name, file):
+            items += _run_items(name, run)
+    sizes = {name: file.nbytes for name, file in files.items()}
+    digest = plan_digest(tuple(items), tuple(blobs), sizes, {}, {})
+    return Plan(tuple(items), tuple(blobs), sizes, {}, {}, digest)
+
+
+def _all_runs(name: str, file: RawFile) -> Iterator[Run]:
+    """The payloads, and runs for what lies before, between and behind them."""
+    at = len(file.head)
+    for run in file.runs:
+        if run.start > at:
+            yield Run(at, run.start - at, f"{name}[{at}:{run.start}]", None)
+        if run.nbytes:
+            yield run
+        at = run.start + run.nbytes
+    if file.nbytes > at:
+        yield Run(at, file.nbytes - at, f"{name}[{at}:{file.nbytes}]", None)
+
+
+def _run_items(name: str, run: Run) -> Iterator[OutputItem]:
+    source = Item(name, run.start, run.nbytes, True, run.crc32)
+    strategy: Strategy = VERBATIM if run.nbytes <= PART_BYTES else RUNS
+    for first in range(0, run.nbytes, PART_BYTES):
+        length = min(PART_BYTES, run.nbytes - first)
+        piece = Piece(Box((0,), (length,)), first, (1,))
+        transfer = Transfer(run.key, source, "uint8", (run.nbytes,), piece, strategy)
+        box = Box((first,), (length,))
+        yield OutputItem(run.key, box, "uint8", name, run.start + first, length, (transfer,), bare=True)
+
+
+# Fixed cost of an item in bytes: finding payloads, framing, journalling (measured: 0.1 ms, at 1 GB/s).
+ITEM_COST_BYTES = 100_000
+# What a byte costs that is not just moved: a cast passes a dozen times over what it reads, a kernel over its inputs.
+CAST_COST, COMPUTE_COST = 4, 6
+
+
+def worker_share(items: Sequence[OutputItem], worker: int, workers: int) -> range:
+    """Numbers of the items whose middle falls into the worker's part of the total cost.
+
+    Neighbours stay together, so a worker reads and writes front to back and mostly has files of its own.
+    Shares differ by at most the cost of one item.
+    """
+    bounds = neighbour_shares(map(_cost, items), workers)
+    return range(bounds[worker], bounds[worker + 1])
+
+
+def neighbour_shares(costs: Iterable[int], count: int) -> list[int]:
+    """The number of the first item of each of `count` shares, and of all: an item belongs where its middle falls."""
+    ends = list(accumulate(costs, initial=0))
+    middles = [(start + end) / 2 for start, end in pairwise(ends)]
+    return [*(bisect_left(middles, ends[-1] * part / count) for part in range(count)), len(middles)]
+
+
+def _cost(item: OutputItem) -> int:
+    """Of an item, in bytes that are moved."""
+    if any(isinstance(t, Computation) for t in item.transfers):
+        factor = COMPUTE_COST
+    elif any(t.dtype != item.dtype for t in item.transfers):
+        factor = CAST_COST
+    else:
+        factor = 1
+    return item.length * factor + ITEM_COST_BYTES

@@ -1,19 +1,143 @@
-"""Which pieces of which source chunks make up a box of a target tensor, and the proof that they tile it."""
+"""Which pieces of which source chunks make up a box of a target tensor, the proof that they tile it, and how each
+piece gets there: copied from a stored chunk, or computed by a kernel.
+
+`BoxIndex` finds boxes among many, and proves that they do not overlap, in near linear time for any real tiling.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import product
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, product
+from typing import NamedTuple, TypeAlias
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError
 from ckpt_tools.model.box import Box, full_box
-from ckpt_tools.model.catalog import Catalog, Chunk, TensorEntry
-from ckpt_tools.model.dtypes import CASTABLE
+from ckpt_tools.model.catalog import Catalog, Chunk, TensorEntry, Value
+from ckpt_tools.model.dtypes import CASTABLE, itemsize
 from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.transfers import (
+    COMPUTED,
+    COVERING,
+    RUNS,
+    VERBATIM,
+    Computation,
+    Operand,
+    Strategy,
+    Transfer,
+)
 from ckpt_tools.model.views import Piece, Select, Source, View, chunk_piece, pull_box, push_piece, view_shape
-from ckpt_tools.plan.tiling import BoxIndex, find_overlap, tiling_problem
+from ckpt_tools.plan.byte_runs import is_dense, is_run, read_pattern
+
+
+class _Level:
+    """Boxes grouped by their start along one dimension, in order.
+
+    `reach[i]` is the largest stop of groups 0..i: both ends of the range of groups that can meet an interval
+    are found by bisection, exactly so when the groups do not overlap along this dimension.
+    """
+
+    __slots__ = ("children", "reach", "starts")
+
+    def __init__(self) -> None:
+        self.starts: list[int] = []
+        self.reach: list[int] = []
+        self.children: list[_Node] = []
+
+
+_Node: TypeAlias = "_Level | int"
+
+
+class BoxIndex:
+    """Answers which of `boxes`, all of the same number of dimensions, meet a box. Empty ones meet nothing."""
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        self._boxes = boxes
+        order = sorted((i for i, box in enumerate(boxes) if not box.is_empty), key=lambda i: boxes[i].start)
+        self._roots = self._group(order, 0)
+
+    def _group(self, order: list[int], dim: int) -> list[_Node]:
+        """One node per distinguishable group: a box number, or a level below which the rest is sorted."""
+        boxes = self._boxes
+        if len(order) <= 1 or dim == len(boxes[order[0]].start):
+            return list(order)
+        level = _Level()
+        reach = 0
+        for start, members in groupby(order, key=lambda i: boxes[i].start[dim]):
+            group = list(members)
+            reach = max(reach, *(start + boxes[i].size[dim] for i in group))
+            for child in self._group(group, dim + 1):
+                level.starts.append(start)
+                level.reach.append(reach)
+                level.children.append(child)
+        return [level]
+
+    def meeting(self, box: Box) -> Iterator[int]:
+        """Numbers of the boxes that share an element with `box`, in row-major order of their starts."""
+        pending = [(node, 0) for node in reversed(self._roots)]
+        while pending:
+            node, dim = pending.pop()
+            if isinstance(node, int):
+                if self._boxes[node].intersect(box) is not None:
+                    yield node
+                continue
+            first = bisect_right(node.reach, box.start[dim])
+            last = bisect_left(node.starts, box.start[dim] + box.size[dim])
+            pending.extend((child, dim + 1) for child in reversed(node.children[first:last]))
+
+
+def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
+    """Two boxes that share an element, or None when all are disjoint."""
+    if len(boxes) <= 1:
+        return None
+    index = BoxIndex(boxes)
+    for i, box in enumerate(boxes):
+        for j in index.meeting(box):
+            if j != i:
+                return min(i, j), max(i, j)
+    return None
+
+
+def tiling_problem(box: Box, parts: Sequence[Box]) -> str | None:
+    """Why `parts` do not tile `box` exactly, or None: every element of `box` lies in exactly one part."""
+    if len(parts) == 1 and parts[0] == box:
+        return None
+    outside = [part for part in parts if not box.contains(part)]
+    if outside:
+        return f"{outside[0]} reaches outside {box}"
+    overlap = find_overlap(parts)
+    if overlap is not None:
+        return f"{parts[overlap[0]]} and {parts[overlap[1]]} overlap"
+    missing = box.volume - sum(part.volume for part in parts)
+    if missing:
+        return (
+            f"{missing} of {box.volume} elements of {box} are in no part; {example_hole(box, parts)} is one"
+        )
+    return None
+
+
+def example_hole(box: Box, parts: Sequence[Box]) -> Box:
+    """A one-element box inside `box` that no part covers. There must be one."""
+    index = BoxIndex(parts)
+    while box.volume > 1:
+        axis = max(range(len(box.size)), key=lambda d: box.size[d])
+        low = box.size[axis] // 2
+        halves = [_slice(box, axis, 0, low), _slice(box, axis, low, box.size[axis] - low)]
+        box = next(half for half in halves if _covered(half, parts, index) < half.volume)
+    return box
+
+
+def _slice(box: Box, axis: int, offset: int, size: int) -> Box:
+    start, sizes = list(box.start), list(box.size)
+    start[axis] += offset
+    sizes[axis] = size
+    return Box(tuple(start), tuple(sizes))
+
+
+def _covered(box: Box, parts: Sequence[Box], index: BoxIndex) -> int:
+    common = (parts[i].intersect(box) for i in index.meeting(box))
+    return sum(part.volume for part in common if part is not None)
 
 
 class Tiling(NamedTuple):
@@ -201,3 +325,66 @@ def _extent(source: Source, entry: TensorEntry) -> Box:
     start = tuple(map(min, *(b.start for b in boxes), boxes[0].start))
     stop = tuple(map(max, *(b.stop for b in boxes), boxes[0].stop))
     return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
+
+
+SPAN_BYTES = 4 << 20  # longest span assumed when a strategy is chosen
+
+
+def transfers_into(reader: TargetReader, box: Box) -> list[Transfer | Computation]:
+    """What fills `box` (the target's coordinates), in the order of where it begins."""
+    found = sorted(reader.locate(box), key=lambda at: at.piece.box.start)
+    return [transfer(reader, at, strategy(reader, at, box), box) for at in found]
+
+
+def strategy(reader: TargetReader, at: Located, box: Box) -> Strategy:
+    """How to move a part of `box`: by bytes as its piece lies in its chunk, or by computing."""
+    entry = reader.sources[at.source][1]
+    if entry.made is not None:
+        return COMPUTED
+    stored, dtype, piece = entry.dtype, reader.target.dtype, at.piece
+    size = piece.box.size
+    whole = piece.box.volume == reader.chunk(at).box.volume and is_dense(size, piece.strides)
+    if whole and stored == dtype and is_run(piece.box, box.size):
+        return VERBATIM
+    width = itemsize(stored)
+    pattern = read_pattern(size, piece.strides, width, SPAN_BYTES // width)
+    return RUNS if pattern.dense(size) else COVERING
+
+
+def transfer(reader: TargetReader, at: Located, how: Strategy, box: Box) -> Transfer | Computation:
+    """The part `at` of `box`, to be moved as `how` says."""
+    source, entry = reader.sources[at.source]
+    if entry.made is None:
+        stored = reader.chunk(at)
+        return Transfer(entry.key, stored.item, entry.dtype, stored.box.size, at.piece, how)
+    region = at.piece.box
+    wanted = pull_box(source.view, region.shift(box.start)).intersect(full_box(entry.shape))
+    assert wanted is not None  # `locate` found it
+    return Computation(
+        entry.key,
+        entry.made.kernel,
+        entry.dtype,
+        entry.shape,
+        source.view,
+        box.start,
+        region,
+        _operands(reader.finder, entry, wanted),
+    )
+
+
+def _operands(finder: ChunkFinder, entry: TensorEntry, wanted: Box) -> tuple[Operand, ...]:
+    """What the kernel needs of its inputs for `wanted` of a made tensor."""
+    assert entry.made is not None  # asked for made tensors only
+    inputs = entry.made.inputs
+    boxes = entry.made.kernel.needs(wanted, [value.form for value in inputs])
+    return tuple(
+        _operand(finder, f"{entry.key} (input {number})", value, box)
+        for number, (value, box) in enumerate(zip(inputs, boxes, strict=True))
+    )
+
+
+def _operand(finder: ChunkFinder, name: str, value: Value, box: Box) -> Operand:
+    tensor = TargetTensor(name, value.dtype, value.shape, value.sources, zero_filled=value.zero_filled)
+    transfers = transfers_into(TargetReader(finder, tensor), box)
+    covered = sum(part.box.volume for part in transfers)
+    return Operand(value.dtype, value.shape, box, tuple(transfers), covered < box.volume)

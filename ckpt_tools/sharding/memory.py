@@ -13,10 +13,8 @@ from typing import NamedTuple
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.model.dtypes import itemsize
-from ckpt_tools.sharding.buffer_layout import Bucket
-from ckpt_tools.sharding.fsdp2 import chunk_length
 from ckpt_tools.sharding.parameters import row_size
-from ckpt_tools.sharding.placement import Placement
+from ckpt_tools.sharding.placement import Bucket, Placement, chunk_length
 
 _MOMENTS = 2  # exp_avg and exp_avg_sq
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from ckpt_tools.commands.huggingface.folder import pack_shards, shard_index
-from ckpt_tools.formats.safetensors.catalog import INDEX_FILE, safetensors_header
+from ckpt_tools.formats.safetensors import INDEX_FILE, safetensors_header
 from ckpt_tools.megatron.huggingface.config.config import read_config
 from ckpt_tools.megatron.huggingface.families.identify import family_of_config
 from ckpt_tools.megatron.huggingface.mapping.rules import expand

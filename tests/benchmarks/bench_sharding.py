@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from ckpt_tools.model.choices import LayoutName
-from ckpt_tools.sharding.describe import LiveTensor, describe
 from ckpt_tools.sharding.memory import rank_memory
 from ckpt_tools.sharding.parameters import Parameter
 from ckpt_tools.sharding.placement import Placement
 from ckpt_tools.sharding.topology import Topology
+from ckpt_tools.sharding.units import LiveTensor, describe
 
 T = TypeVar("T")
 HIDDEN, HEADS, Q_LORA, KV_LORA, ROPE, HEAD = 7168, 128, 1536, 512, 64, 128

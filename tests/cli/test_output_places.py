@@ -9,7 +9,7 @@ from shutil import copytree
 import pytest
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.execute.output.publish import Staging
+from ckpt_tools.execute.output.staging import Staging
 from tests.conftest import DATA
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"

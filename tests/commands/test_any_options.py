@@ -23,11 +23,11 @@ from ckpt_tools.commands.convert.to_torch_dist import convert_to_torch_dist
 from ckpt_tools.commands.job.placements import Layout
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.move import stream
-from ckpt_tools.execute.move.buffers import ThreadMemory
 from ckpt_tools.execute.run import WriteOptions
+from ckpt_tools.execute.write_job import ThreadMemory
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.vocab import is_vocab
-from ckpt_tools.plan import coalesce
+from ckpt_tools.plan import byte_runs
 from ckpt_tools.sharding.topology import Topology
 from tests.commands import oracle
 from tests.conftest import DATA, fixture_dir
@@ -99,8 +99,8 @@ def any_way(draw: random.Random) -> Iterator[WriteOptions]:
     with ExitStack() as stack:
         for module, name, values in (
             (stream, "KERNEL_COPY_BYTES", [1, 1000, 1 << 60]),
-            (coalesce, "SMALL_BYTES", [64 << 10] if tile is None else [0]),
-            (coalesce, "MAX_GAP_BYTES", [0, 64 << 10]),
+            (byte_runs, "SMALL_BYTES", [64 << 10] if tile is None else [0]),
+            (byte_runs, "MAX_GAP_BYTES", [0, 64 << 10]),
         ):
             stack.enter_context(mock.patch.object(module, name, draw.choice(values)))
         if tile is not None:

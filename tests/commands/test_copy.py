@@ -24,8 +24,8 @@ from ckpt_tools.execute.output.remote_output import RemoteOutput
 from ckpt_tools.execute.run import WriteOptions, write_checkpoint
 from ckpt_tools.formats.locate.detect import BRIDGE_TRACKER
 from ckpt_tools.model.transfers import Transfer
-from ckpt_tools.plan import raw_files
-from ckpt_tools.plan.raw_files import RawFile, Run, build_copy_plan
+from ckpt_tools.plan import build
+from ckpt_tools.plan.build import RawFile, Run, build_copy_plan
 from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.conftest import DATA, fixture_dir
 from tests.damage import ITERATION, copy_of, flip_bit, payload_of
@@ -83,7 +83,7 @@ def test_a_copy_has_the_bytes_of_its_source(name: str, whole_root: bool, tmp_pat
 def test_large_and_small_and_strange_files(
     large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raw_files, "PART_BYTES", 30_000)
+    monkeypatch.setattr(build, "PART_BYTES", 30_000)
     (one,) = copy_checkpoint(large, tmp_path / "out").copied
     assert content(tmp_path / "out") == content(large)
     assert one.proven == 5  # three tensors, the object, the payload of extra.pt
@@ -210,7 +210,7 @@ class _Stop:
 
 
 def test_what_was_stopped_goes_on(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raw_files, "PART_BYTES", 30_000)
+    monkeypatch.setattr(build, "PART_BYTES", 30_000)
     with pytest.raises(StorageError, match="full"):
         copy_checkpoint(large, tmp_path / "out", progress=_Stop(1))
     assert not (tmp_path / "out").exists()
@@ -301,7 +301,7 @@ def test_places_that_overlap(tmp_path: Path) -> None:
 
 
 def test_a_plan_cuts_files_where_checksums_begin_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raw_files, "PART_BYTES", 40)
+    monkeypatch.setattr(build, "PART_BYTES", 40)
     plan = build_copy_plan(
         {"f": RawFile(200, (Run(20, 100, "k", 7), Run(130, 0, "e", 3)), b"h" * 10), "g": RawFile(5)}
     )

@@ -17,7 +17,7 @@ from ckpt_tools.commands.huggingface.export_hf import export_hf
 from ckpt_tools.commands.huggingface.export_source import ExportOptions
 from ckpt_tools.commands.huggingface.import_hf import ImportOptions, import_hf
 from ckpt_tools.errors import CkptError, MappingError, UsageError
-from ckpt_tools.formats.safetensors.catalog import read_safetensors_catalog
+from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.model.choices import MegatronFormat
 from tests.commands import oracle

@@ -13,7 +13,7 @@ import torch
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.look.ls import list_run
 from ckpt_tools.errors import UnsupportedCheckpointError
-from ckpt_tools.formats.storage.tree import files_below
+from ckpt_tools.formats.storage.open_files import files_below
 from tests.conftest import DATA, fixture_dir
 from tests.damage import ITERATION
 

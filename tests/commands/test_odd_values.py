@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, s
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.formats.dcp.metadata_kind import METADATA_JSON_TEXT
+from ckpt_tools.formats.locate.detect import METADATA_JSON_TEXT
 from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
 from tests.commands.rewritten import Parts, read, write

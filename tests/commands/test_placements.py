@@ -14,8 +14,8 @@ from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.plan.build import file_rank
-from ckpt_tools.sharding.describe import LiveTensor
 from ckpt_tools.sharding.topology import Topology
+from ckpt_tools.sharding.units import LiveTensor
 from tests.commands.test_to_fsdp_dtensor import options_of, source_of
 from tests.conftest import fixture_dir
 

@@ -33,7 +33,7 @@ from ckpt_tools.errors import CorruptCheckpointError
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.formats.dcp.metadata_read import read_catalog
 from ckpt_tools.formats.locate.detect import locate
-from ckpt_tools.formats.safetensors.catalog import read_safetensors_catalog
+from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.formats.torch_archive.item_reader import find_tensor, record_stretches
 from ckpt_tools.sharding.topology import Topology

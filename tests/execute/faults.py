@@ -53,8 +53,8 @@ import itertools, json, os, signal, sys, threading
 from pathlib import Path
 from ckpt_tools.formats.locate.detect import TRACKER
 from ckpt_tools.errors import CkptError
-from ckpt_tools.execute import ranks as waiting
-from ckpt_tools.execute.output.publish import Staging
+from ckpt_tools.execute.processes import ranks as waiting
+from ckpt_tools.execute.output.staging import Staging
 from ckpt_tools.execute.processes.ranks import connect
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from tests.execute.conftest import reopened_case

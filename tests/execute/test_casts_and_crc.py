@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import runpy
+import sys
 import zlib
 
 import numpy as np
@@ -15,6 +17,10 @@ from ckpt_tools.errors import VerificationError
 from ckpt_tools.formats.storage import crc
 from ckpt_tools.model.dtypes import CASTABLE, ITEMSIZE
 from ckpt_tools.model.kernels.casts import Array, cast, cast_checked, cast_raw, numpy_dtype, raw_dtype
+
+with pytest.MonkeyPatch.context() as _patch:  # as on a platform for which isal has no wheel
+    _patch.setitem(sys.modules, "isal.isal_zlib", None)
+    WITHOUT_ISAL = runpy.run_path(crc.__file__)
 
 
 def bits_of(tensor: torch.Tensor, dtype: str) -> Array:
@@ -122,3 +128,14 @@ def test_joined_checksum_of_much() -> None:
 @given(st.integers(0, 100_000))
 def test_the_sum_of_zeros_is_zlibs(nbytes: int) -> None:
     assert crc.of_zeros(nbytes) == zlib.crc32(bytes(nbytes))
+
+
+@given(
+    st.integers(0, 0xFFFFFFFF),
+    st.integers(0, 0xFFFFFFFF),
+    st.one_of(st.integers(0, 300), st.integers(0, 1 << 50)),
+)
+def test_sums_are_joined_alike_without_isal(first: int, second: int, nbytes: int) -> None:
+    assert WITHOUT_ISAL["combine"](first, second, nbytes) == crc.combine(first, second, nbytes)
+    assert WITHOUT_ISAL["of_zeros"](nbytes) == crc.of_zeros(nbytes)
+    assert WITHOUT_ISAL["crc32"] is zlib.crc32

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ckpt_tools.errors import UnsupportedCheckpointError, VerificationError
-from ckpt_tools.execute.proof.check_masters import MastersReport, check_masters, compare_masters, sample_boxes
+from ckpt_tools.execute.proof.masters import MastersReport, check_masters, compare_masters, sample_boxes
 from ckpt_tools.formats.dcp.metadata_read import read_catalog
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.model.box import Box, full_box
@@ -111,8 +111,8 @@ def test_threads_and_parts_change_nothing(
         "t", "float32", (40, 5000), (Source("m"),), must_round_to=(Source("w"),), must_round_dtype="bfloat16"
     )
     compared = [compare_masters(files, read_catalog(files), [target] * 3, level)]
-    monkeypatch.setattr("ckpt_tools.execute.proof.check_masters._PART_ELEMS", 9000)
-    monkeypatch.setattr("ckpt_tools.execute.proof.check_masters._TILE_ELEMS", 700)
+    monkeypatch.setattr("ckpt_tools.execute.proof.masters._PART_ELEMS", 9000)
+    monkeypatch.setattr("ckpt_tools.execute.proof.masters._TILE_ELEMS", 700)
     compared += [compare_masters(files, read_catalog(files), [target] * 3, level, threads=n) for n in (1, 4)]
     assert all(problems == compared[0][1] for _, problems in compared)
     assert len(compared[0][1]) == (3 if damaged else 0)

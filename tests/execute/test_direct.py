@@ -24,8 +24,7 @@ from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.model.transfers import Plan
 from ckpt_tools.model.views import Permute, Source
-from ckpt_tools.plan.build import build_plan
-from ckpt_tools.plan.weight_files import WeightFile, build_safetensors_plan
+from ckpt_tools.plan.build import WeightFile, build_plan, build_safetensors_plan
 from tests.execute.conftest import Case, make_case
 from tests.execute.faults import Faults, raising
 from tests.execute.test_faults import finished_but_unpublished

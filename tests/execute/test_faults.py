@@ -27,7 +27,7 @@ from ckpt_tools.errors import (
 from ckpt_tools.execute import run
 from ckpt_tools.execute.output.fileio import storage_errors, write_all
 from ckpt_tools.execute.output.journal import Journal
-from ckpt_tools.execute.output.publish import Staging
+from ckpt_tools.execute.output.staging import Staging
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.formats.locate.detect import TRACKER
 from ckpt_tools.formats.storage.open_files import open_files
@@ -253,7 +253,7 @@ def test_replacing_keeps_the_old_until_the_new_is_in_place(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
 ) -> None:
     if not exchange:
-        monkeypatch.setattr("ckpt_tools.execute.output.publish.exchange", lambda a, b: False)
+        monkeypatch.setattr("ckpt_tools.execute.output.staging.exchange", lambda a, b: False)
     out = tmp_path / "out"
     write_checkpoint(case.plan(1), case.files, Output(out))
     with monkeypatch.context() as patch:

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from ckpt_tools.execute.move.read_box import BoxReader
-from ckpt_tools.execute.proof import compare_blocks as module
-from ckpt_tools.execute.proof.compare_blocks import Seen, in_step
-from ckpt_tools.execute.proof.rounding import are_near, unlike
+from ckpt_tools.execute.proof import masters as module
+from ckpt_tools.execute.proof.masters import Seen, in_step, rounding_mismatch, surely_rounds
 from ckpt_tools.formats.dcp.metadata_read import read_catalog
 from ckpt_tools.formats.storage.files import LocalFiles
 from ckpt_tools.model.box import Box, full_box
@@ -95,10 +94,13 @@ def test_near_masters_round_to_their_weights() -> None:
         for weight in (*around, 0, 0x8000, 0x7F80, 0xFF80):
             pair = np.array([master], np.uint32).view(np.float32), np.array([weight], np.uint16)
             rounded = float32_to_bfloat16(pair[0])
-            if are_near(*pair):
+            if surely_rounds(*pair):
                 near += 1
                 tie = master & 0xFFFF == 0x8000 and weight in (int(master) >> 16, (int(master) >> 16) + 1)
                 assert rounded[0] == weight or tie, (hex(master), hex(weight))
             elif np.isfinite(pair[0][0]):
-                assert unlike(pair[0], "float32", pair[1], "bfloat16")[0], (hex(master), hex(weight))
+                assert rounding_mismatch(pair[0], "float32", pair[1], "bfloat16")[0], (
+                    hex(master),
+                    hex(weight),
+                )
     assert near > len(EDGES)

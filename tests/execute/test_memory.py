@@ -19,7 +19,7 @@ import sys, threading
 from pathlib import Path
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.formats.dcp.metadata_read import read_catalog
-from ckpt_tools.formats.storage.files import open_files
+from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.model.target import Source, Target, TargetTensor
 from ckpt_tools.model.views import Permute
@@ -54,7 +54,7 @@ WORKERS = (
     SCRIPT[: SCRIPT.index("here, dtype")]
     + """
 from ckpt_tools.execute.processes.ranks import Ranks
-from ckpt_tools.execute.processes.workers import shared_out
+from ckpt_tools.execute.processes.team import with_workers
 
 here, workers, budget = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 files = open_files(str(here / "in"))
@@ -62,7 +62,7 @@ target = TargetTensor("w", "bfloat16", (6144, 2048), (Source("w", (Permute((1, 0
 rows = [(rank, Box((512 * rank, 0), (512, 2048))) for rank in range(12)]
 plan = build_plan(read_catalog(files), Target((target,)), lambda t: rows, 12)
 options = WriteOptions(2, budget, workers=workers)
-with shared_out(plan.bytes_to_write, options, Ranks()) as (ranks, write):
+with with_workers(plan.bytes_to_write, options, Ranks()) as (ranks, write):
     done, peak, before = threading.Event(), [0], anonymous()
     watcher = threading.Thread(target=watch)
     watcher.start()

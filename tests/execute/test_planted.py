@@ -13,7 +13,7 @@ import pytest
 from ckpt_tools.errors import CorruptCheckpointError, UsageError
 from ckpt_tools.execute.output.folders import Folder, Foreign
 from ckpt_tools.execute.output.journal import Journal
-from ckpt_tools.execute.output.publish import Staging
+from ckpt_tools.execute.output.staging import Staging
 from ckpt_tools.execute.run import Output, write_checkpoint
 from ckpt_tools.formats.locate.detect import TRACKER
 from tests.execute.conftest import Case

@@ -461,24 +461,25 @@ def test_a_tracker_that_moved_on_since_stays(case: Case, tmp_path: Path) -> None
 KILLED = """
 import os, sys
 from pathlib import Path
-from ckpt_tools.execute import publish, run
+from ckpt_tools.execute import run
+from ckpt_tools.execute.output import staging
 from ckpt_tools.execute.run import Output, write_checkpoint
 from tests.execute.conftest import reopened_case
 
 here, moment = Path(sys.argv[1]), sys.argv[2]
 def die(*args): os._exit(9)
 if moment == "before the tracker":
-    publish.Staging.write_beside = die
+    staging.Staging.write_beside = die
 elif moment == "after the tracker":
-    publish.Staging.discard = die
+    staging.Staging.discard = die
 elif moment == "in the partial directory":
-    clear = publish.Staging._clear
-    publish.Staging._clear = lambda self: (clear(self), self._read_marker() is not None and die())
+    clear = staging.Staging._clear
+    staging.Staging._clear = lambda self: (clear(self), self._read_marker() is not None and die())
 elif moment == "before it is removed":
-    publish.Staging.release = die
+    staging.Staging.release = die
 elif moment == "with it removed":
-    real = publish.Staging.discard
-    publish.Staging.discard = lambda self: (real(self), die())
+    real = staging.Staging.discard
+    staging.Staging.discard = lambda self: (real(self), die())
 case = reopened_case(here / "source")
 write_checkpoint(case.plan(2), case.files, Output(here / "out", beside={"tracker": b"7"}))
 """

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from ckpt_tools.errors import StorageError, UsageError
-from ckpt_tools.execute.output import publish
+from ckpt_tools.execute.output import staging
 from ckpt_tools.execute.output.folders import exchange
-from ckpt_tools.execute.output.publish import Staging
+from ckpt_tools.execute.output.staging import Staging
 from ckpt_tools.execute.run import Output, write_checkpoint
 from ckpt_tools.formats.locate.detect import TRACKER
 from tests.execute.conftest import Case, make_case
@@ -49,7 +49,7 @@ def _killed_in_publication(at: int, convert: Callable[[], object]) -> bool:
             def counted(self: Staging, *args: Any, **named: Any) -> None:
                 for name in ("rename", "replace", "unlink", "rmdir", "open", "mkdir"):
                     setattr(os, name, deadly(getattr(os, name)))
-                setattr(publish, "exchange", deadly(exchange))  # noqa: B010  not a name that the module exports
+                setattr(staging, "exchange", deadly(exchange))  # noqa: B010  not a name that the module exports
                 original(self, *args, **named)
 
             Staging.publish = counted  # type: ignore[method-assign]
@@ -68,7 +68,7 @@ def test_every_stop_of_publication_can_be_gone_on_from(
     case: Case, tmp_path: Path, exchange: bool, has_old: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(publish, "exchange", lambda *_names: False)
+        monkeypatch.setattr(staging, "exchange", lambda *_names: False)
     out, tracker = tmp_path / "out", tmp_path / TRACKER
     mine, before = (
         Output(out, {TRACKER: b"new"}, overwrite=True),

@@ -22,7 +22,7 @@ SCRIPT = """
 import json, os, sys
 from pathlib import Path
 from ckpt_tools.errors import CkptError, StorageError
-from ckpt_tools.execute import stream
+from ckpt_tools.execute.move import stream
 from ckpt_tools.execute.processes.ranks import connect
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from tests.execute.conftest import reopened_case

@@ -25,13 +25,12 @@ from hypothesis import strategies as st
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, StorageError, UsageError
 from ckpt_tools.execute.move import stream
 from ckpt_tools.execute.move.read_box import BoxReader
-from ckpt_tools.execute.processes.threads import _Todo
+from ckpt_tools.execute.processes.threads import _FileQueue
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.formats.dcp.metadata_read import read_catalog
 from ckpt_tools.formats.dcp.metadata_write import metadata_bytes
 from ckpt_tools.formats.locate.detect import TRACKER
-from ckpt_tools.formats.pickle.machine import Machine
-from ckpt_tools.formats.pickle.values import Object, Record
+from ckpt_tools.formats.pickle.machine import Machine, Object, Record
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.human import human_bytes
 from ckpt_tools.model.box import Box, full_box
@@ -39,8 +38,7 @@ from ckpt_tools.model.kernels.casts import Array, numpy_dtype
 from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.model.transfers import Plan
 from ckpt_tools.model.views import Place, Select, Source, view_shape
-from ckpt_tools.plan.build import FILE_BYTES, build_plan
-from ckpt_tools.plan.holes import hole_bytes, holes
+from ckpt_tools.plan.build import FILE_BYTES, build_plan, hole_bytes, holes
 from tests.conftest import REPO
 from tests.execute.conftest import Case, make_case
 from tests.model.test_views import ABSENT, expected
@@ -140,7 +138,7 @@ def test_options_do_not_change_a_byte(case: Case, tmp_path: Path, options: Write
 def test_threads_take_every_batch_once_and_spread_over_files(case: Case, threads: int) -> None:
     items = case.plan(4).items
     share = range(1, len(items) - 1)
-    todo = _Todo(items, share, 6 << 16)
+    todo = _FileQueue(items, share, 6 << 16)
     chosen = [file for _ in range(threads) if (file := todo.file())]
     assert len(set(chosen)) == min(threads, len({items[n].file for n in share}))
     taken: list[int] = []
@@ -424,7 +422,8 @@ def test_joined_small_items_equal_the_general_way(tmp_path: Path, monkeypatch: p
     assert_equal(stock_load(tmp_path / "joined", plan), wanted)
     with monkeypatch.context() as patch:  # frames of another torch are left to the general way
         patch.setattr(
-            "ckpt_tools.execute.move.small.SmallCopies.archives", lambda self: iter([None] * len(self._items))
+            "ckpt_tools.execute.move.stream.SmallCopies.archives",
+            lambda self: iter([None] * len(self._items)),
         )
         patch.setattr("ckpt_tools.execute.move.source_reader.usual_item", lambda *_: None)
         write_checkpoint(plan, files, Output(tmp_path / "one by one"))
@@ -439,7 +438,7 @@ def test_a_flipped_bit_in_a_small_payload_is_found(
     files = open_files(str(tmp_path / "in"))
     catalog = read_catalog(files)
     if not batched:
-        monkeypatch.setattr("ckpt_tools.plan.coalesce.SMALL_BYTES", 0)
+        monkeypatch.setattr("ckpt_tools.plan.byte_runs.SMALL_BYTES", 0)
     item = catalog.tensors["w13"].chunks[0].item
     with open(tmp_path / "in" / item.file, "r+b") as file:
         file.seek(item.offset + 704)

@@ -12,11 +12,9 @@ from ckpt_tools.commands.huggingface.export_hf import export_hf
 from ckpt_tools.commands.huggingface.export_source import ExportOptions
 from ckpt_tools.errors import VerificationError
 from ckpt_tools.execute.move.source_reader import SourceReader
-from ckpt_tools.execute.output import uploads
+from ckpt_tools.execute.output import remote_output
 from ckpt_tools.execute.output.local_output import LocalOutput
-from ckpt_tools.execute.output.marker import MARKER, note_of
-from ckpt_tools.execute.output.remote_output import RemoteOutput
-from ckpt_tools.execute.output.uploads import Stretch
+from ckpt_tools.execute.output.remote_output import MARKER, RemoteOutput, Stretch, note_of
 from ckpt_tools.formats.storage.open_files import open_files
 from tests.conftest import DATA
 
@@ -59,13 +57,13 @@ def test_a_damaged_shard_is_not_published(
 @pytest.mark.parametrize("damage", ["length", "offsets", "name", "cut"])
 def test_nor_is_one_in_a_store(damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store, name = f"memory://shards-{damage}", "model.safetensors"
-    real = uploads._content
+    real = remote_output._content
 
     def damaged(entries: Any, stretch: Stretch, pump: Any) -> Iterator[bytes]:
         raw = b"".join(bytes(part) for part in real(entries, stretch, pump))
         yield broken(raw, damage)
 
-    monkeypatch.setattr(uploads, "_content", damaged)
+    monkeypatch.setattr(remote_output, "_content", damaged)
     monkeypatch.setattr(RemoteOutput, "_check_objects", lambda *_: None)  # looks at the length
     with pytest.raises(
         VerificationError, match=rf"{store}/model.safetensors: the safetensors library does not"

@@ -15,21 +15,21 @@ from typing import Any
 import pytest
 
 from ckpt_tools.errors import StorageError
-from ckpt_tools.execute.processes import heartbeat
-from ckpt_tools.execute.processes.heartbeat import Line
+from ckpt_tools.execute.processes import ranks as waiting
+from ckpt_tools.execute.processes.ranks import Line
 from tests.conftest import REPO
 from tests.execute.conftest import make_case
 from tests.ports import free_port
 
 SETTINGS = """
-from ckpt_tools.execute import heartbeat, ranks as waiting
-heartbeat.BEAT_SECONDS, heartbeat.SILENT_SECONDS, waiting._LAST_WORDS_SECONDS = 0.2, 3.0, 1.0
+from ckpt_tools.execute.processes import ranks as waiting
+waiting.BEAT_SECONDS, waiting.SILENT_SECONDS, waiting._LAST_WORDS_SECONDS = 0.2, 3.0, 1.0
 """
 WORK = """
 import json, os, signal, sys, threading, time
 from pathlib import Path
 from ckpt_tools.errors import CkptError
-from ckpt_tools.execute import stream
+from ckpt_tools.execute.move import stream
 from ckpt_tools.execute.processes.ranks import connect
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from tests.execute.conftest import reopened_case
@@ -220,9 +220,9 @@ class _Store:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.01)
-    monkeypatch.setattr(heartbeat, "SILENT_SECONDS", 0.2)
-    monkeypatch.setattr(heartbeat, "JOIN_SECONDS", 1.0)
+    monkeypatch.setattr(waiting, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(waiting, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(waiting, "JOIN_SECONDS", 1.0)
 
 
 def _until(condition: Any) -> float:

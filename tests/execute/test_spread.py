@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.execute.processes.spread import Tick, _batches, even_shares, spread
+from ckpt_tools.execute.processes.team import Tick, _batches, even_shares, spread
 from tests.conftest import REPO
 
 
@@ -59,7 +59,7 @@ def test_workers_give_what_one_process_gives() -> None:
     script = """
 import os, time
 from ckpt_tools.errors import CorruptCheckpointError
-from ckpt_tools.execute.processes.spread import spread
+from ckpt_tools.execute.processes.team import spread
 
 def work(job, tick):
     tick(job)
@@ -99,7 +99,7 @@ def test_other_processes_have_begun_when_the_block_does(tmp_path: Path) -> None:
     script = """
 import os, sys, time
 from pathlib import Path
-from ckpt_tools.execute.processes.spread import begun
+from ckpt_tools.execute.processes.team import start_jobs
 here, place = os.getpid(), Path(sys.argv[1])
 
 def work(job, tick):
@@ -109,13 +109,13 @@ def work(job, tick):
     return job
 
 told = []
-with begun(work, range(100), sizes=[10] * 100, threads=1, workers=2, tick=told.append) as results:
+with start_jobs(work, range(100), sizes=[10] * 100, threads=1, workers=2, tick=told.append) as results:
     while len(list(place.iterdir())) < 100:
         time.sleep(0.01)
     assert results() == list(range(100))
 assert sum(told) == 1000, sum(told)
 try:
-    with begun(work, range(100), sizes=[10] * 100, threads=1, workers=2, tick=told.append):
+    with start_jobs(work, range(100), sizes=[10] * 100, threads=1, workers=2, tick=told.append):
         raise KeyError("the block")
 except KeyError:
     print("left")

@@ -14,8 +14,8 @@ import pytest
 from ckpt_tools.cli.app import _explain
 from ckpt_tools.cores import usable_cores
 from ckpt_tools.errors import Interrupted, MappingError, UsageError
-from ckpt_tools.execute.processes.ranks import Ranks, _joined, all_problems, told_error
-from ckpt_tools.execute.processes.workers import _error_of, default_workers, shared_out
+from ckpt_tools.execute.processes.ranks import Ranks, _joined, all_problems, serialize_error
+from ckpt_tools.execute.processes.team import _error_of, default_workers, with_workers
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from tests.conftest import REPO
 from tests.execute.conftest import make_case
@@ -25,11 +25,11 @@ SCRIPT = """
 import os, sys, time
 from pathlib import Path
 from ckpt_tools.errors import CkptError, CorruptCheckpointError
-from ckpt_tools.execute import stream
+from ckpt_tools.execute.move import stream
 from ckpt_tools.execute.processes.ranks import Ranks
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
-from ckpt_tools.execute import workers as workers_module
-from ckpt_tools.execute.processes.workers import shared_out
+from ckpt_tools.execute.processes import team as workers_module
+from ckpt_tools.execute.processes.team import with_workers
 from tests.execute.conftest import reopened_case
 
 here, out, workers, fault = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
@@ -67,7 +67,7 @@ if fault.startswith("limit"):
         workers_module.default_workers = lambda *words: workers
         options = WriteOptions(threads=1, memory_bytes=12 << 20)
 try:
-    with shared_out(plan.bytes_to_write, options, Ranks()) as (ranks, write):
+    with with_workers(plan.bytes_to_write, options, Ranks()) as (ranks, write):
         if fault in faults and (ranks.rank == 1 or fault == "slow"):
             stream.Pump.write_item = stream.Pump.write_batch = faults[fault]
         place = Output(out, resume=fault == "resume")
@@ -174,9 +174,9 @@ def test_threads_that_cannot_be_started_are_not_a_defect(
 
 def test_problems_of_several_are_listed_once() -> None:
     told = [
-        told_error(MappingError("a", ["x", "y"])),
-        told_error(MappingError("b", ["y"])),
-        told_error(MappingError("c")),
+        serialize_error(MappingError("a", ["x", "y"])),
+        serialize_error(MappingError("b", ["y"])),
+        serialize_error(MappingError("c")),
     ]
     assert all_problems(told) == ("x", "y", "c")
     assert all_problems(told[2:]) == ()
@@ -205,7 +205,7 @@ def test_workers_are_refused_beside_a_launcher_and_beside_threads() -> None:
 
     with (
         pytest.raises(UsageError, match="launcher has started 2"),
-        shared_out(1, WriteOptions(workers=2), Two()),
+        with_workers(1, WriteOptions(workers=2), Two()),
     ):
         pass
 
@@ -242,6 +242,6 @@ def test_a_control_groups_quota_counts(tmp_path: Path, text: str, least: int | N
 
 
 def test_an_interrupted_worker_is_told_of_in_words() -> None:
-    found = _error_of([told_error(KeyboardInterrupt()), told_error(KeyboardInterrupt())])
+    found = _error_of([serialize_error(KeyboardInterrupt()), serialize_error(KeyboardInterrupt())])
     assert type(found) is Interrupted
     assert str(found) == "interrupted."

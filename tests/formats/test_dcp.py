@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, UnsupportedCheckpointError
-from ckpt_tools.formats.dcp import lazy_entries
+from ckpt_tools.formats.dcp import metadata_read
 from ckpt_tools.formats.dcp import metadata_read as reader
 from ckpt_tools.formats.dcp.metadata_read import METADATA, read_catalog
 from ckpt_tools.formats.dcp.save_plans import plan_problem
@@ -259,7 +259,7 @@ def test_small_and_large_catalogs_decode_alike(tmp_path: Path, monkeypatch: pyte
     files = open_files(str(tmp_path))
     eager = read_catalog(files)
     monkeypatch.setattr(reader, "EAGER_BYTES", 0)
-    monkeypatch.setattr(lazy_entries, "KEPT", 10)
+    monkeypatch.setattr(metadata_read, "KEPT", 10)
     lazy = read_catalog(files)
     for _ in range(2):
         assert dict(eager.tensors) == dict(lazy.tensors)

@@ -20,8 +20,7 @@ from ckpt_tools.commands.check.verify import verify_checkpoint
 from ckpt_tools.commands.edit.average import average_checkpoints
 from ckpt_tools.commands.huggingface.import_hf import import_hf
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError
-from ckpt_tools.formats.safetensors.catalog import read_safetensors_catalog
-from ckpt_tools.formats.safetensors.rank_shards import lacking_files, what_is_not_told
+from ckpt_tools.formats.safetensors import lacking_files, read_safetensors_catalog, what_is_not_told
 from ckpt_tools.model.box import Box, split_axes
 from ckpt_tools.verify.compare.differences import DiffOptions
 from tests.commands.test_huggingface import CONFIGS, model
@@ -277,7 +276,7 @@ def test_two_places_of_one_name_are_refused(tmp_path: Path) -> None:
     places = '{"a": {"saved_offsets": [0]}, "a": {"saved_offsets": [4]}}'
     texts = {"DCP_SHARDING_INFO": places, "format": "pt"}
     save_file({"a": np.zeros(4, np.float32)}, tmp_path / name_of(1, 1, 1), metadata=texts)
-    with pytest.raises(CorruptCheckpointError, match="does not say where the parts belong: a name"):
+    with pytest.raises(CorruptCheckpointError, match="does not say where the parts belong: duplicate name"):
         read_safetensors_catalog(tmp_path)
 
 

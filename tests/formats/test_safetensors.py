@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
-from ckpt_tools.formats.safetensors.catalog import (
+from ckpt_tools.formats.safetensors import (
     INDEX_FILE,
     SINGLE_FILE,
     read_safetensors_catalog,

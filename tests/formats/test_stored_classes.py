@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ckpt_tools.formats.pickle.machine import Name, Object
 from ckpt_tools.formats.pickle.stored_classes import check_memory_format
-from ckpt_tools.formats.pickle.values import Name, Object
 
 MODULE = "torch.distributed.checkpoint.metadata"
 

@@ -18,7 +18,7 @@ from ckpt_tools.commands.convert.group_map import load_group_map
 from ckpt_tools.errors import CkptError, CorruptCheckpointError
 from ckpt_tools.execute.move.source_reader import ChunkRef, SourceReader
 from ckpt_tools.formats.dcp import metadata_read as dcp
-from ckpt_tools.formats.safetensors.catalog import (
+from ckpt_tools.formats.safetensors import (
     INDEX_FILE,
     read_safetensors_catalog,
     read_safetensors_header,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.errors import MappingError
-from ckpt_tools.formats.dcp import metadata_kind
+from ckpt_tools.formats.locate import detect
 from ckpt_tools.megatron import keys
 from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter, Rows
 from ckpt_tools.megatron.fsdp_dtensor.tensors import model_tensors
@@ -203,8 +203,8 @@ def test_no_other_module_spells_a_key_as_a_pattern() -> None:
         if SPELLED.search(path.read_text()) and path.name != "keys.py"
     }
     assert found <= {
-        "formats/dcp/metadata_kind.py",  # tells the format from raw bytes, before there are keys
-        "sharding/describe.py",
+        "formats/locate/detect.py",  # tells the format from raw bytes, before there are keys
+        "sharding/units.py",
         "commands/check/preflight.py",
         "commands/convert/picture.py",
     }
@@ -212,7 +212,7 @@ def test_no_other_module_spells_a_key_as_a_pattern() -> None:
 
 @pytest.mark.parametrize("key", FORMS)
 def test_the_format_is_told_by_keys_that_are_of_it(key: str) -> None:
-    is_fsdp = metadata_kind._FSDP_KEY.search(key.encode()) is not None
+    is_fsdp = detect._FSDP_KEY.search(key.encode()) is not None
     assert is_fsdp == ("model.module." in key or "state.module." in key or keys.group_key(key) is not None)
 
 

@@ -23,8 +23,7 @@ from ckpt_tools.model.catalog import Catalog, Chunk, Item, TensorEntry
 from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTensor
 from ckpt_tools.model.transfers import OutputBlob, OutputItem, Plan, Transfer, item_rows, plan_summary
 from ckpt_tools.model.views import Narrow, Place, Select, Source
-from ckpt_tools.plan.assign import worker_share
-from ckpt_tools.plan.build import Placement, build_plan, file_rank
+from ckpt_tools.plan.build import Placement, build_plan, file_rank, worker_share
 from tests.conftest import REPO
 from tests.strategies import Shape, tilings
 

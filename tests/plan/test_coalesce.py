@@ -12,7 +12,7 @@ from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import Item
 from ckpt_tools.model.transfers import RUNS, VERBATIM, OutputItem, Transfer
 from ckpt_tools.model.views import chunk_piece
-from ckpt_tools.plan.coalesce import MAX_GAP_BYTES, SMALL_BYTES, Span, batches, coalesce
+from ckpt_tools.plan.byte_runs import MAX_GAP_BYTES, SMALL_BYTES, Span, batches, coalesce
 
 ITEMS = st.builds(
     Item, st.sampled_from("ab"), st.integers(0, 10 * MAX_GAP_BYTES), st.integers(1, 2 * MAX_GAP_BYTES)

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from ckpt_tools.model.transfers import TensorInfo
-from ckpt_tools.plan.digest import plan_digest
+from ckpt_tools.plan.build import plan_digest
 
 
 @pytest.mark.parametrize("count", [0, 1, 999, 1000, 1001, 2500])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.model.box import Box, full_box
-from ckpt_tools.plan.tiling import BoxIndex, example_hole, find_overlap, tiling_problem
+from ckpt_tools.plan.overlap import BoxIndex, example_hole, find_overlap, tiling_problem
 from tests.strategies import boxes, shapes, tilings
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_tools.formats.storage.multipart import IN_FLIGHT, Multipart
+from ckpt_tools.formats.storage.drivers import IN_FLIGHT, Multipart
 
 
 class Answers:

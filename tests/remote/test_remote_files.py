@@ -301,9 +301,7 @@ def test_file_urls_are_local_files() -> None:
 
 
 def test_local_paths_do_not_import_fsspec() -> None:
-    code = (
-        "import sys, ckpt_tools.formats.storage.files as f; f.open_files('/'); print('fsspec' in sys.modules)"
-    )
+    code = "import sys, ckpt_tools.formats.storage.open_files as f; f.open_files('/'); print('fsspec' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"
 

@@ -16,8 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from ckpt_tools.commands.job.outputs import place_parts
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UsageError
 from ckpt_tools.execute.output import remote_output
-from ckpt_tools.execute.output.marker import MARKER
-from ckpt_tools.execute.output.uploads import share_of_files
+from ckpt_tools.execute.output.remote_output import MARKER, share_of_files
 from ckpt_tools.execute.processes.ranks import Ranks
 from ckpt_tools.execute.run import Output, WriteReport, write_checkpoint
 from ckpt_tools.execute.write_job import METADATA

@@ -11,7 +11,7 @@ import pytest
 
 from ckpt_tools.commands.edit.copy import CopyOptions, copy_checkpoint
 from ckpt_tools.errors import StorageError, UnsupportedCheckpointError
-from ckpt_tools.execute.output import uploads
+from ckpt_tools.execute.output import remote_output
 from ckpt_tools.execute.run import Output, write_checkpoint
 from ckpt_tools.formats.dcp.metadata_read import read_catalog
 from ckpt_tools.formats.storage.files import LocalFiles
@@ -107,7 +107,7 @@ def test_a_conversion_from_s3_to_s3_survives_faults_bit_for_bit(
     objects = Objects(proxy.url)
     objects.put_folder(tmp_path / "source", "runs/source")
     write_checkpoint(case.plan(2), case.files, Output(tmp_path / "local"))
-    monkeypatch.setattr(uploads, "_PART_BYTES", 5 << 20)
+    monkeypatch.setattr(remote_output, "_PART_BYTES", 5 << 20)
     draw = random.Random(5)
     proxy.requests.clear()
     proxy.done.clear()

@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 
 from ckpt_tools.errors import CorruptCheckpointError, Interrupted, StorageError, UsageError
-from ckpt_tools.execute.output import uploads
-from ckpt_tools.execute.output.marker import MARKER
-from ckpt_tools.execute.output.uploads import Stretch
+from ckpt_tools.execute.output import remote_output
+from ckpt_tools.execute.output.remote_output import MARKER, Stretch
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.execute.write_job import METADATA
 from ckpt_tools.formats.storage import s3
@@ -41,7 +40,7 @@ def server() -> Iterator[tuple[str, int]]:
 @pytest.fixture
 def proxy(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> FaultProxy:
     Objects(proxy.url).make("box")  # which may be there
-    monkeypatch.setattr(uploads, "_PART_BYTES", 5 << 20)
+    monkeypatch.setattr(remote_output, "_PART_BYTES", 5 << 20)
     return proxy
 
 
@@ -63,7 +62,7 @@ def _parts(proxy: FaultProxy) -> int:
 def test_a_failing_source_leaves_no_upload(
     proxy: FaultProxy, large: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = uploads._content
+    original = remote_output._content
 
     def content(entries: Any, stretch: Stretch, pump: Any) -> Iterator[Any]:
         at = 0
@@ -73,7 +72,7 @@ def test_a_failing_source_leaves_no_upload(
             at += len(data)
             yield data
 
-    monkeypatch.setattr(uploads, "_content", content)
+    monkeypatch.setattr(remote_output, "_content", content)
     with pytest.raises(CorruptCheckpointError, match="a flipped bit"):
         write_checkpoint(large.plan(2), large.files, Output("s3://box/failing"))
     assert any(path.endswith("?uploads") for _, path, _ in proxy.requests), "uploads had begun"
@@ -88,13 +87,13 @@ def test_a_failing_source_leaves_no_upload(
 def test_a_run_that_loses_in_the_middle_of_a_file_does_not_complete_it(
     proxy: FaultProxy, large: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, store = uploads._content, Store("s3://box/taken")
+    original, store = remote_output._content, Store("s3://box/taken")
 
     def content(entries: Any, stretch: Stretch, pump: Any) -> Iterator[Any]:
         yield from original(entries, stretch, pump)
         store.put(MARKER, b'{"token": "other", "owner": "process 5 on there"}')
 
-    monkeypatch.setattr(uploads, "_content", content)
+    monkeypatch.setattr(remote_output, "_content", content)
     with pytest.raises(UsageError, match=r"taken by another converter \(process 5 on there\)"):
         write_checkpoint(large.plan(2), large.files, Output("s3://box/taken"), WriteOptions(threads=1))
     assert _parts(proxy)
@@ -126,10 +125,10 @@ def test_ctrl_c_leaves_no_upload(proxy: FaultProxy, large: Case) -> None:
 KILLED = """
 import sys
 from pathlib import Path
-from ckpt_tools.execute import uploads
+from ckpt_tools.execute.output import remote_output
 from ckpt_tools.execute.run import Output, write_checkpoint
 from tests.execute.conftest import reopened_case
-uploads._PART_BYTES = 5 << 20
+remote_output._PART_BYTES = 5 << 20
 case = reopened_case(Path(sys.argv[1]))
 write_checkpoint(case.plan(2), case.files, Output(sys.argv[2]))
 """
@@ -174,15 +173,16 @@ RANK = """
 import os, signal, sys
 from pathlib import Path
 from ckpt_tools.errors import CkptError
-from ckpt_tools.execute import heartbeat, ranks as waiting, uploads
+from ckpt_tools.execute.processes import ranks as waiting
+from ckpt_tools.execute.output import remote_output
 from ckpt_tools.execute.processes.ranks import connect
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.execute.write_job import METADATA
 from tests.execute.conftest import reopened_case
-heartbeat.BEAT_SECONDS, heartbeat.SILENT_SECONDS, waiting._LAST_WORDS_SECONDS = 0.2, 4.0, 1.0
-uploads._PART_BYTES = 5 << 20
+waiting.BEAT_SECONDS, waiting.SILENT_SECONDS, waiting._LAST_WORDS_SECONDS = 0.2, 4.0, 1.0
+remote_output._PART_BYTES = 5 << 20
 ranks, case = connect(), reopened_case(Path(sys.argv[1]))
-original = uploads._content
+original = remote_output._content
 
 def content(entries, stretch, pump):
     done = 0
@@ -192,7 +192,7 @@ def content(entries, stretch, pump):
         done += len(data)
         yield data
 
-uploads._content = content
+remote_output._content = content
 try:
     write_checkpoint(case.plan(2), case.files, Output(sys.argv[2]), WriteOptions(threads=1), ranks=ranks)
 except CkptError as error:

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.execute.output import uploads
-from ckpt_tools.execute.output.marker import MARKER
-from ckpt_tools.execute.output.uploads import Stretch, share_of, stretches
+from ckpt_tools.execute.output import remote_output
+from ckpt_tools.execute.output.remote_output import MARKER, Stretch, share_of, stretches
 from ckpt_tools.execute.processes.ranks import Ranks
-from ckpt_tools.execute.processes.workers import shared_out
+from ckpt_tools.execute.processes.team import with_workers
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.execute.write_job import METADATA
 from tests.conftest import REPO
@@ -28,19 +27,20 @@ SCRIPT = """
 import os, sys
 from pathlib import Path
 from ckpt_tools.errors import CkptError
-from ckpt_tools.execute import stream, uploads
+from ckpt_tools.execute.move import stream
+from ckpt_tools.execute.output import remote_output
 from ckpt_tools.execute.processes.ranks import Ranks
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
-from ckpt_tools.execute.processes.workers import shared_out
+from ckpt_tools.execute.processes.team import with_workers
 from tests.execute.conftest import reopened_case
 
 source, out, workers, fault, how, files = sys.argv[1:]
-uploads._PART_BYTES = uploads._STRETCH_BYTES = 5 << 20
+remote_output._PART_BYTES = remote_output._STRETCH_BYTES = 5 << 20
 case = reopened_case(source)
 plan = case.plan(int(files))
 options = WriteOptions(workers=int(workers), threads=1)
 place = Output(out if "://" in out else Path(out), resume=how == "resume", overwrite=how == "overwrite")
-original = uploads._content
+original = remote_output._content
 
 def content(entries, stretch, pump):
     done = 0
@@ -51,12 +51,12 @@ def content(entries, stretch, pump):
             os.kill(os.getpid(), 9)
 
 try:
-    with shared_out(plan.bytes_to_write, options, Ranks(), place.directory) as (ranks, write):
+    with with_workers(plan.bytes_to_write, options, Ranks(), place.directory) as (ranks, write):
         if fault == "refused" and ranks.rank == 1:
             os.environ["AWS_ACCESS_KEY_ID"] = "refused"
             case = reopened_case(source)
         if fault == "killed" and ranks.rank == 1:
-            uploads._content = content
+            remote_output._content = content
         report = write_checkpoint(plan, case.files, place, write, ranks=ranks)
         assert report.ranks == int(workers)
 except CkptError as error:
@@ -182,10 +182,10 @@ def test_drivers_that_work_in_one_process_say_so() -> None:
     for place, message in (("memory://x/y", "driver of memory:// works in one process"),):
         with (
             pytest.raises(UsageError, match=message),
-            shared_out(1, WriteOptions(workers=2), Ranks(), place),
+            with_workers(1, WriteOptions(workers=2), Ranks(), place),
         ):
             pass
-    with shared_out(1 << 40, WriteOptions(), Ranks(), "memory://x/y") as (ranks, options):
+    with with_workers(1 << 40, WriteOptions(), Ranks(), "memory://x/y") as (ranks, options):
         assert (ranks.world, options.workers) == (1, 1)
 
 
@@ -194,8 +194,8 @@ def test_drivers_that_work_in_one_process_say_so() -> None:
 def test_stretches_hold_every_byte_once(
     large: Case, monkeypatch: pytest.MonkeyPatch, files: int, world: int
 ) -> None:
-    monkeypatch.setattr(uploads, "_PART_BYTES", 1 << 20)
-    monkeypatch.setattr(uploads, "_STRETCH_BYTES", 1 << 20)
+    monkeypatch.setattr(remote_output, "_PART_BYTES", 1 << 20)
+    monkeypatch.setattr(remote_output, "_STRETCH_BYTES", 1 << 20)
     plan = large.plan(files)
     everything = stretches(plan, world)
     begins = {(item.file, item.offset) for item in plan.items}

@@ -11,9 +11,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UsageError
-from ckpt_tools.execute.output import marker, remote_output
-from ckpt_tools.execute.output.marker import MARKER
-from ckpt_tools.execute.output.uploads import Stretch, Uploads
+from ckpt_tools.execute.output import remote_output
+from ckpt_tools.execute.output.remote_output import MARKER, Stretch, Uploads
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.formats.dcp.metadata_read import METADATA
 from ckpt_tools.formats.storage import object_store as store_module
@@ -159,7 +158,7 @@ def test_a_marker_that_is_none_is_named(case: Case, memory: MemoryFileSystem) ->
 def test_a_marker_without_end_is_not_read(
     case: Case, memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(marker, "_MOST_BYTES", 1 << 10)
+    monkeypatch.setattr(remote_output, "_MOST_BYTES", 1 << 10)
     memory.pipe_file(f"{FOLDER}/{MARKER}", bytes(1 << 11))
     monkeypatch.setattr(Store, "get", lambda *_: pytest.fail("it was read"))
     with pytest.raises(UsageError, match="was not written by this version"):

@@ -8,10 +8,9 @@ from typing import Any
 from unittest import mock
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.sharding.buffer_layout import group_v1, pack_v1, pack_v2, v1_cell
 from ckpt_tools.sharding.memory import rank_memory
 from ckpt_tools.sharding.parameters import Expert, Parameter
-from ckpt_tools.sharding.placement import Placement
+from ckpt_tools.sharding.placement import Placement, group_v1, pack_v1, pack_v2, v1_cell
 from ckpt_tools.sharding.topology import Topology
 from ckpt_tools.sharding.units import number_units
 

@@ -11,11 +11,11 @@ from typing import Any
 from ckpt_tools.errors import UsageError
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.choices import LayoutName
-from ckpt_tools.sharding.describe import LiveTensor, describe
 from ckpt_tools.sharding.memory import rank_memory
 from ckpt_tools.sharding.parameters import Parameter, Part
 from ckpt_tools.sharding.placement import Placement
 from ckpt_tools.sharding.topology import Topology
+from ckpt_tools.sharding.units import LiveTensor, describe
 from tests.sharding.replay import (
     DTYPES,
     Comparison,

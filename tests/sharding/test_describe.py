@@ -8,10 +8,9 @@ import re
 import pytest
 
 from ckpt_tools.errors import MappingError, UsageError
-from ckpt_tools.sharding.describe import LiveTensor, describe
 from ckpt_tools.sharding.parameters import Expert, Part
 from ckpt_tools.sharding.topology import Topology
-from ckpt_tools.sharding.units import find_units, model_order, number_units
+from ckpt_tools.sharding.units import LiveTensor, describe, find_units, model_order, number_units
 from tests.benchmarks.bench_sharding import deepseek_v3
 from tests.conftest import fixture_dir
 

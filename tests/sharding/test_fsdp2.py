@@ -7,9 +7,8 @@ import random
 import pytest
 
 from ckpt_tools.model.box import Box
-from ckpt_tools.sharding.fsdp2 import chunk_rows
 from ckpt_tools.sharding.parameters import Parameter
-from ckpt_tools.sharding.placement import Placement
+from ckpt_tools.sharding.placement import Placement, chunk_rows
 from ckpt_tools.sharding.topology import Topology
 
 torch_utils = pytest.importorskip("torch.distributed.tensor._utils")

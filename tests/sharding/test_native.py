@@ -7,9 +7,9 @@ from collections import defaultdict
 import pytest
 
 from ckpt_tools.model.box import Box
-from ckpt_tools.sharding.describe import LiveTensor, describe
 from ckpt_tools.sharding.placement import Placement
 from ckpt_tools.sharding.topology import Topology
+from ckpt_tools.sharding.units import LiveTensor, describe
 from tests.conftest import fixture_dir
 
 FIXTURES = {

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from ckpt_tools.sharding.buffer_layout import group_v1, pack_v1, pack_v2, v1_cell
 from ckpt_tools.sharding.parameters import Parameter, Shape
+from ckpt_tools.sharding.placement import group_v1, pack_v1, pack_v2, v1_cell
 from ckpt_tools.sharding.units import number_units
 
 RELEASE = "megatron_fsdp-0.6.1"

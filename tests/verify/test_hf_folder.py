@@ -20,7 +20,7 @@ from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.commands.huggingface.tensors import (
     without_frequencies,
 )
-from ckpt_tools.formats.safetensors.catalog import read_safetensors_catalog
+from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.formats.storage.files import LocalFiles
 from ckpt_tools.megatron.huggingface.families.identify import NUMBER
 from ckpt_tools.model.catalog import TensorEntry

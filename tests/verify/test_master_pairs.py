@@ -14,7 +14,7 @@ import pytest
 
 from ckpt_tools.commands.check import verify_checks
 from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
-from ckpt_tools.execute.proof.check_masters import MastersReport, compare_all_masters
+from ckpt_tools.execute.proof.masters import MastersReport, compare_all_masters
 from ckpt_tools.formats.dcp.metadata_read import read_catalog
 from ckpt_tools.formats.storage.files import LocalFiles
 from ckpt_tools.verify.content.content import master_pairs

@@ -9,8 +9,8 @@ import pytest
 
 from ckpt_tools.commands.check.diff import diff_checkpoints
 from ckpt_tools.commands.check.sides import DiffRequest
-from ckpt_tools.execute.proof import check_masters
-from ckpt_tools.execute.proof.check_masters import compare_masters
+from ckpt_tools.execute.proof import masters
+from ckpt_tools.execute.proof.masters import compare_masters
 from ckpt_tools.formats.dcp.metadata_read import read_catalog
 from ckpt_tools.formats.storage.files import LocalFiles
 from ckpt_tools.model.box import Box, full_box
@@ -91,6 +91,6 @@ def test_masters_are_judged_the_same_without_it(
     rounds = {"must_round_to": (Source("weight"),), "must_round_dtype": "bfloat16"}
     target = TargetTensor("master", "float32", SHAPE, (Source("master"),), **rounds)  # type: ignore[arg-type]
     quick = compare_masters(files, read_catalog(files), [target], "all")
-    monkeypatch.setattr(check_masters, "in_step", _no_look)
+    monkeypatch.setattr(masters, "in_step", _no_look)
     assert compare_masters(files, read_catalog(files), [target], "all") == quick
     assert bool(quick[1]) == bool(seed % 2)

@@ -11,8 +11,8 @@ from ckpt_tools.commands.huggingface.folder import as_json, families_with, read_
 from ckpt_tools.commands.job.conversion import Conversion
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, UsageError
-from ckpt_tools.formats.locate.hub_cache import snapshot_of
-from ckpt_tools.formats.safetensors.catalog import read_safetensors_header, refuse_pointers
+from ckpt_tools.formats.locate.run_layouts import snapshot_of
+from ckpt_tools.formats.safetensors import read_safetensors_header, refuse_pointers
 from ckpt_tools.formats.storage.files import Files, absent_folder, read_whole
 from ckpt_tools.formats.storage.joined_files import joined_entry
 from ckpt_tools.formats.storage.open_files import open_files
@@ -31,7 +31,7 @@ from ckpt_tools.megatron.huggingface.mapping.rules import expand
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.target import Target
-from ckpt_tools.plan.weight_files import WeightFile, build_safetensors_plan
+from ckpt_tools.plan.build import WeightFile, build_safetensors_plan
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.huggingface.export_source import ExportOptions

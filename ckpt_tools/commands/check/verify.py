@@ -19,7 +19,7 @@ from ckpt_tools.errors import (
 from ckpt_tools.formats.dcp.metadata_read import read_catalog
 from ckpt_tools.formats.locate.detect import TRACKER, Location, locate, other_copy
 from ckpt_tools.formats.locate.run_layouts import ForeignFormatError
-from ckpt_tools.formats.safetensors.catalog import read_safetensors_catalog
+from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.formats.storage.files import AnyPath, Files, LocalFiles, path_text
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.model.catalog import Catalog, Item

@@ -15,10 +15,9 @@ from typing import NamedTuple
 from ckpt_tools.commands.look.pages import page, safe, table
 from ckpt_tools.human import human_bytes as size
 from ckpt_tools.model.dtypes import itemsize
-from ckpt_tools.sharding.fsdp2 import chunk_length
 from ckpt_tools.sharding.memory import Memory
 from ckpt_tools.sharding.parameters import row_size
-from ckpt_tools.sharding.placement import Placement
+from ckpt_tools.sharding.placement import Placement, chunk_length
 
 WIDTH, LEFT, RIGHT, TOP = 1200, 56, 12, 96
 BODY = 1024  # pixels for all rows when they are many

@@ -17,7 +17,6 @@ from ckpt_tools.commands.job.outputs import read_bridge_files, trackers_of, with
 from ckpt_tools.commands.job.placements import Layout, LiveModel, source_model
 from ckpt_tools.commands.job.target_job import TargetJob, need_tp, said_tp, sized
 from ckpt_tools.errors import MappingError, UsageError
-from ckpt_tools.formats.key_filter import leave_out
 from ckpt_tools.formats.locate.detect import Location
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
@@ -33,11 +32,11 @@ from ckpt_tools.megatron.run_state.record import TargetRecord, read_record
 from ckpt_tools.megatron.run_state.settings import read_settings, refuse_tensor_parallel
 from ckpt_tools.megatron.torch_dist.optimizers import refuse_missing_states
 from ckpt_tools.megatron.vocab import vocabulary
-from ckpt_tools.model.catalog import Catalog, Item, TensorEntry
+from ckpt_tools.model.catalog import Catalog, Item, TensorEntry, leave_out
 from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import Target, TargetObject, TargetTensor
 from ckpt_tools.model.views import Source
-from ckpt_tools.sharding.describe import LiveTensor
+from ckpt_tools.sharding.units import LiveTensor
 
 HF_PREFIX = "model"
 LOADER = "torch.distributed.checkpoint"

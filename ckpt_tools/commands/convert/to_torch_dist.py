@@ -25,8 +25,7 @@ from ckpt_tools.commands.job.read_model import A_KIND, Wanted, keeps_masters, ma
 from ckpt_tools.commands.job.report import ConversionReport, MastersUse
 from ckpt_tools.commands.job.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
-from ckpt_tools.formats.dcp.metadata_kind import METADATA_JSON, METADATA_JSON_TEXT
-from ckpt_tools.formats.locate.detect import Location
+from ckpt_tools.formats.locate.detect import METADATA_JSON, METADATA_JSON_TEXT, Location
 from ckpt_tools.formats.storage.files import AnyPath, path_text
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
 from ckpt_tools.formats.torch_archive.object_writer import dump_archive
@@ -48,7 +47,7 @@ from ckpt_tools.model.model import Model, without_optimizer
 from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import TargetObject, TargetTensor
 from ckpt_tools.plan.build import Placement, build_plan
-from ckpt_tools.sharding.fsdp2 import chunk_rows
+from ckpt_tools.sharding.placement import chunk_rows
 
 EXTRA_STATE = "*._extra_state/shard_*"
 

@@ -28,10 +28,10 @@ from ckpt_tools.commands.job.outputs import refuse_overlap
 from ckpt_tools.commands.job.report import ConversionReport, Edits, Masters
 from ckpt_tools.commands.job.rewrite import rewrite, use_of_masters
 from ckpt_tools.errors import UsageError, VerificationError
-from ckpt_tools.execute.proof.check_masters import check_masters
+from ckpt_tools.execute.proof.masters import check_masters
 from ckpt_tools.execute.proof.prove_source import prove_payloads
 from ckpt_tools.execute.run import WriteOptions
-from ckpt_tools.formats.safetensors.catalog import INDEX_FILE, MAX_INDEX_BYTES
+from ckpt_tools.formats.safetensors import INDEX_FILE, MAX_INDEX_BYTES
 from ckpt_tools.formats.storage.files import AnyPath, path_text, read_whole
 from ckpt_tools.formats.storage.joined_files import JoinedFiles
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
@@ -39,7 +39,7 @@ from ckpt_tools.megatron.run_state.settings import read_settings
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.target import Target, TargetObject, TargetTensor
 from ckpt_tools.model.views import Source
-from ckpt_tools.plan.weight_files import build_safetensors_plan
+from ckpt_tools.plan.build import build_safetensors_plan
 
 _HOW: Final = "sample"  # of every master some rows
 _TEMPORARY_TILES = 8  # what a mean needs beside a tile of every source: the sum, a product, the result

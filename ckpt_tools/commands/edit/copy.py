@@ -24,23 +24,22 @@ from ckpt_tools.errors import (
 from ckpt_tools.execute.move.source_reader import SourceReader, frame_reads, has_stores, store_ranges
 from ckpt_tools.execute.output.finished import is_written
 from ckpt_tools.execute.processes.ranks import Ranks
-from ckpt_tools.execute.processes.workers import shared_out
+from ckpt_tools.execute.processes.team import with_workers
 from ckpt_tools.execute.proof.payload_sums import Stored, check
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
 from ckpt_tools.execute.write_job import METADATA
 from ckpt_tools.formats.dcp.metadata_read import MAX_METADATA_BYTES
 from ckpt_tools.formats.locate.detect import BRIDGE_TRACKER, Location, locate
-from ckpt_tools.formats.safetensors.catalog import read_safetensors_header
+from ckpt_tools.formats.safetensors import read_safetensors_header
 from ckpt_tools.formats.storage import crc
 from ckpt_tools.formats.storage.files import AnyPath, Files, path_text, read_whole
-from ckpt_tools.formats.storage.open_files import open_files
+from ckpt_tools.formats.storage.open_files import files_below, open_files
 from ckpt_tools.formats.storage.prefetch import Range, reading_ahead
-from ckpt_tools.formats.storage.tree import files_below
 from ckpt_tools.formats.torch_archive.item_reader import Stretch, read_archive, record_stretches, whole_file
 from ckpt_tools.megatron.run_state.common_state import read_common_state
 from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.transfers import Plan
-from ckpt_tools.plan.raw_files import RawFile, Run, build_copy_plan
+from ckpt_tools.plan.build import RawFile, Run, build_copy_plan
 
 _SMALL_BYTES = 1 << 20  # files up to this length are held in memory
 _PROVEN_WHOLE = 64 << 10  # archives up to this length are proven when they are planned
@@ -180,7 +179,7 @@ def _copy(
         place = replace(
             place, extra_files=small, is_dcp=False, beside={**place.beside, **_trackers(source, location)}
         )
-        with shared_out(plan.bytes_to_write, options.write, Ranks(), place.directory) as (ranks, write):
+        with with_workers(plan.bytes_to_write, options.write, Ranks(), place.directory) as (ranks, write):
             written = write_checkpoint(plan, files, place, write, ranks=ranks, progress=progress)
         if options.read_back:
             _read_back(plan, files, place, options.write)

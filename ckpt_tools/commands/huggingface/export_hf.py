@@ -51,7 +51,7 @@ from ckpt_tools.model.choices import Quantization
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.target import InlineTensor, Target, TargetTensor, rebase
 from ckpt_tools.model.views import Source
-from ckpt_tools.plan.weight_files import build_safetensors_plan
+from ckpt_tools.plan.build import build_safetensors_plan
 
 
 def export_hf(

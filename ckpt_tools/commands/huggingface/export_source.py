@@ -23,12 +23,11 @@ from ckpt_tools.commands.job.read_model import (
 from ckpt_tools.commands.job.report import MastersUse
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.write_job import WriteOptions
-from ckpt_tools.formats.key_filter import leave_out
 from ckpt_tools.megatron.huggingface.vision.towers import language_prefix
 from ckpt_tools.megatron.hybrid import as_gpt, is_hybrid
 from ckpt_tools.megatron.keys import is_optimizer_key, one_expert
 from ckpt_tools.megatron.run_state.settings import training_dtype
-from ckpt_tools.model.catalog import Catalog, Value
+from ckpt_tools.model.catalog import Catalog, Value, leave_out
 from ckpt_tools.model.choices import CheckLevel, Quantization, TowerName
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER

@@ -16,10 +16,15 @@ from ckpt_tools.errors import (
     UnsupportedCheckpointError,
     UsageError,
 )
-from ckpt_tools.formats.locate.hub_cache import snapshot_of
 from ckpt_tools.formats.locate.owned_files import CARRIED, TEMPLATES, is_like
-from ckpt_tools.formats.safetensors.catalog import INDEX_FILE, OTHER_WEIGHTS, refuse_pointers, unread_files
-from ckpt_tools.formats.safetensors.rank_shards import parts_of_ranks
+from ckpt_tools.formats.locate.run_layouts import snapshot_of
+from ckpt_tools.formats.safetensors import (
+    INDEX_FILE,
+    OTHER_WEIGHTS,
+    parts_of_ranks,
+    refuse_pointers,
+    unread_files,
+)
 from ckpt_tools.formats.storage.files import Files, path_in, read_whole
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.formats.untrusted_documents import DocumentError, parse_json
@@ -29,7 +34,7 @@ from ckpt_tools.megatron.huggingface.mapping.rules import Family
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.target import InlineTensor, TargetTensor
-from ckpt_tools.plan.weight_files import WeightFile
+from ckpt_tools.plan.build import WeightFile
 
 CONFIG = "config.json"
 CODE = "*.py"

@@ -36,10 +36,9 @@ from ckpt_tools.commands.job.target_job import TargetJob, said_tp
 from ckpt_tools.errors import CkptError, MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.locate.detect import MAX_DIGITS, Location, locate
-from ckpt_tools.formats.locate.hub_cache import snapshot_of
-from ckpt_tools.formats.locate.run_layouts import ForeignFormatError
+from ckpt_tools.formats.locate.run_layouts import ForeignFormatError, snapshot_of
 from ckpt_tools.formats.pickle.unpickle import StandIn, TorchDtype, stand_in
-from ckpt_tools.formats.safetensors.catalog import read_safetensors_catalog
+from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.formats.storage.files import AnyPath, Files, path_text
 from ckpt_tools.formats.storage.joined_files import FilesBeside
 from ckpt_tools.formats.storage.open_files import open_files

@@ -31,9 +31,8 @@ from ckpt_tools.commands.huggingface.tensors import (
 from ckpt_tools.commands.job.conversion import Conversion
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.errors import MappingError, UsageError, list_problems
-from ckpt_tools.formats.key_filter import leave_out
-from ckpt_tools.formats.locate.hub_cache import snapshot_of
-from ckpt_tools.formats.safetensors.catalog import INDEX_FILE, SINGLE_FILE, read_safetensors_catalog
+from ckpt_tools.formats.locate.run_layouts import snapshot_of
+from ckpt_tools.formats.safetensors import INDEX_FILE, SINGLE_FILE, read_safetensors_catalog
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.megatron.dcp.read import refuse_group_map
 from ckpt_tools.megatron.dcp.state_dict import (
@@ -51,11 +50,11 @@ from ckpt_tools.megatron.huggingface.mapping.targets import (
     expected_by_weights,
 )
 from ckpt_tools.megatron.huggingface.quantization.quantized import SETTINGS
-from ckpt_tools.model.catalog import Catalog, TensorEntry, Value
+from ckpt_tools.model.catalog import Catalog, TensorEntry, Value, leave_out
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.model.views import Source
-from ckpt_tools.plan.weight_files import build_safetensors_plan
+from ckpt_tools.plan.build import build_safetensors_plan
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.huggingface.export_source import ExportOptions

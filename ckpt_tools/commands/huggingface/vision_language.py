@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, get_args
 from ckpt_tools.commands.huggingface.export_source import ExportSource
 from ckpt_tools.commands.huggingface.folder import read_config
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
-from ckpt_tools.formats.locate.hub_cache import snapshot_of
-from ckpt_tools.formats.safetensors.catalog import read_safetensors_catalog
+from ckpt_tools.formats.locate.run_layouts import snapshot_of
+from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.storage.joined_files import joined_entry
 from ckpt_tools.formats.storage.open_files import open_files

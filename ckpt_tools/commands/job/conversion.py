@@ -22,8 +22,8 @@ from ckpt_tools.commands.job.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, VerificationError
 from ckpt_tools.execute.move.read_box import read_box
 from ckpt_tools.execute.processes.ranks import Ranks, connect
-from ckpt_tools.execute.processes.workers import shared_out
-from ckpt_tools.execute.proof.check_masters import (
+from ckpt_tools.execute.processes.team import with_workers
+from ckpt_tools.execute.proof.masters import (
     MastersReport,
     compare_masters,
     in_order,
@@ -32,8 +32,7 @@ from ckpt_tools.execute.proof.check_masters import (
     sum_up,
 )
 from ckpt_tools.execute.proof.prove_source import prove_payloads
-from ckpt_tools.execute.rehearse import rehearse
-from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
+from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, rehearse, write_checkpoint
 from ckpt_tools.formats.locate.detect import Location
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.megatron.run_state.bridge import RUN_CONFIG, TRAIN_STATE
@@ -207,7 +206,7 @@ def carry_out(
     told = _contradictions(opened, conversion)
     prove_zeros(opened, conversion)
     nbytes = conversion.plan.bytes_to_write
-    with shared_out(nbytes, options.write, ranks, place.directory) as (ranks, write):
+    with with_workers(nbytes, options.write, ranks, place.directory) as (ranks, write):
         rehearse(conversion.plan, opened.files, _complete(place, conversion), write, ranks)
         conversion, masters = with_proven_masters(opened, conversion, write, ranks)
         written = None

@@ -6,10 +6,9 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ckpt_tools.formats.dcp.metadata_kind import refuse_metadata_json
 from ckpt_tools.formats.dcp.metadata_read import read_catalog
-from ckpt_tools.formats.locate.detect import Location, locate
-from ckpt_tools.formats.safetensors.catalog import read_safetensors_catalog
+from ckpt_tools.formats.locate.detect import Location, locate, refuse_metadata_json
+from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.megatron.format import FORMATS

@@ -23,12 +23,10 @@ from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.model.transfers import Plan
 from ckpt_tools.plan.build import Placement as PlanPlacement
 from ckpt_tools.plan.build import build_plan
-from ckpt_tools.sharding.describe import LiveTensor, describe
-from ckpt_tools.sharding.fsdp2 import chunk_rows
 from ckpt_tools.sharding.parameters import Part
-from ckpt_tools.sharding.placement import Placement
+from ckpt_tools.sharding.placement import Placement, chunk_rows
 from ckpt_tools.sharding.topology import Topology
-from ckpt_tools.sharding.units import ROOT, UNITS
+from ckpt_tools.sharding.units import ROOT, UNITS, LiveTensor, describe
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.errors import UnsupportedCheckpointError, VerificationError, list_problems
-from ckpt_tools.execute.processes.spread import Job, Result, Tick, spread
-from ckpt_tools.execute.processes.workers import can_fork
-from ckpt_tools.execute.proof.check_masters import compare_masters
+from ckpt_tools.execute.processes.team import Job, Result, Tick, can_fork, spread
+from ckpt_tools.execute.proof.masters import compare_masters
 from ckpt_tools.execute.proof.prove_source import prove_payloads
 from ckpt_tools.execute.write_job import WriteOptions
 from ckpt_tools.model.catalog import Catalog

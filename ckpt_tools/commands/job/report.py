@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from ckpt_tools.execute.proof.check_masters import MastersReport
+from ckpt_tools.execute.proof.masters import MastersReport
 from ckpt_tools.execute.run import WriteReport
 from ckpt_tools.model.choices import CheckLevel, Format
 from ckpt_tools.plain_data import plain
@@ -38,7 +38,12 @@ class Masters:
 
     def as_json(self) -> dict[str, Any]:
         """For reports."""
-        return {"use": self.use, "mode": self.mode, **plain(self.found, {"tensors": "checked"})}
+        return {
+            "use": self.use,
+            "mode": self.mode,
+            **plain(self.found, {"tensors": "checked"}),
+            "fp8_by_position": self.found.fp8,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

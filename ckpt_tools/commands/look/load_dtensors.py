@@ -15,7 +15,7 @@ from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.commands.job.placements import Layout, in_reading_order, place_model
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.move.read_box import BoxReader
-from ckpt_tools.execute.proof.check_masters import check_masters
+from ckpt_tools.execute.proof.masters import check_masters
 from ckpt_tools.execute.proof.payload_sums import SourceProof
 from ckpt_tools.formats.storage.files import AnyPath, Files, path_text
 from ckpt_tools.megatron.keys import KEPT, parameter_name

@@ -18,8 +18,7 @@ from ckpt_tools.formats.dcp.metadata_read import METADATA
 from ckpt_tools.formats.locate.detect import locate
 from ckpt_tools.formats.locate.run_layouts import being_written, iteration_folders, names_in
 from ckpt_tools.formats.storage.files import AnyPath, path_in, path_text
-from ckpt_tools.formats.storage.open_files import open_files
-from ckpt_tools.formats.storage.tree import files_below
+from ckpt_tools.formats.storage.open_files import files_below, open_files
 from ckpt_tools.megatron.run_state.common_state import read_common_state
 from ckpt_tools.megatron.run_state.record import AXES, read_record
 from ckpt_tools.plain_data import plain

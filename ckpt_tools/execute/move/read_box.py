@@ -23,8 +23,7 @@ from ckpt_tools.model.kernels.casts import Array, numpy_dtype, raw_dtype
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.model.transfers import Computation, Transfer
 from ckpt_tools.plan.byte_runs import is_dense
-from ckpt_tools.plan.overlap import ChunkFinder, TargetReader
-from ckpt_tools.plan.strategy import transfers_into
+from ckpt_tools.plan.overlap import ChunkFinder, TargetReader, transfers_into
 
 _SCRATCH_BYTES = 4 << 20
 _FEW = 32  # transfers, and places that one of them is read from

@@ -235,7 +235,7 @@ def read_region(payload: Payload, piece: Piece, out: Array, scratch: Array) -> i
         target = out[index_of(block)]
         at = payload.offset + first
         if target.flags.c_contiguous and is_dense(block.size, strides):
-            data = _bytes_of(target)
+            data = target.reshape(-1).view(np.uint8).data
             payload.files.read_into(payload.name, at, data)
         else:
             data = scratch[:span].data
@@ -260,7 +260,3 @@ def spans(piece: Piece, shape: Sequence[int], width: int, most_bytes: int) -> It
 def index_of(box: Box) -> tuple[Any, ...]:
     """The index that shows `box` of an array as a view; the `...` makes it one for 0-d arrays too."""
     return (..., *map(slice, box.start, box.stop))
-
-
-def _bytes_of(array: Array) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data

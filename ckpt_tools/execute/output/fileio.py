@@ -7,7 +7,6 @@ import fcntl
 import mmap
 import os
 import struct
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -180,14 +179,13 @@ def preallocate(fd: int, length: int, holes: Iterable[tuple[int, int]] = ()) -> 
 
 
 def check_direct(folder: Path) -> None:
-    """Try whether files in `folder` can be written past the page cache."""
+    """Try whether files in `folder` can be written past the page cache, on one without a name."""
     try:
-        with tempfile.TemporaryDirectory(prefix="direct-", dir=folder) as name:
-            fd = os.open(f"{name}/try", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_DIRECT)
-            try:
-                os.pwrite(fd, mmap.mmap(-1, BLOCK_BYTES), 0)
-            finally:
-                os.close(fd)
+        fd = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
+        try:
+            os.pwrite(fd, mmap.mmap(-1, BLOCK_BYTES), 0)
+        finally:
+            os.close(fd)
     except OSError as error:
         reason = error.strerror or error
         raise StorageError(

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 
+from ckpt_tools.errors import CkptError
 from ckpt_tools.execute.move.source_reader import SourceReader, has_stores, store_ranges
 from ckpt_tools.execute.move.stream import Pump
 from ckpt_tools.execute.output.fileio import storage_errors
+from ckpt_tools.execute.processes.team import by_threads
 from ckpt_tools.execute.write_job import METADATA, Output, WriteOptions
 from ckpt_tools.formats.dcp.metadata_write import metadata_bytes
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.storage.open_files import open_files
-from ckpt_tools.formats.storage.prefetch import Range, reading_ahead
+from ckpt_tools.formats.storage.prefetch import Range
 from ckpt_tools.model.transfers import OutputItem, Plan
 
 
@@ -66,6 +67,10 @@ def same_small_parts(plan: Plan, output: Output, there: Files) -> bool:
     ) and all(there.read(blob.file, blob.offset, blob.length) == blob.data for blob in plan.blobs)
 
 
+class _DifferentError(CkptError):
+    """An item is not what would be written."""
+
+
 def _same_items(
     items: Sequence[OutputItem],
     there: Files,
@@ -73,42 +78,33 @@ def _same_items(
     options: WriteOptions,
     tick: Callable[[], None],
 ) -> bool:
-    left = iter(items)
-    lock, different = threading.Lock(), threading.Event()
-    memory = options.thread_memory(source.is_remote or has_stores(there))
+    memory, own = options.thread_memory(source.is_remote or has_stores(there)), threading.local()
 
-    def taken() -> Iterator[OutputItem]:
-        while not different.is_set():
-            with lock:
-                item = next(left, None)
-            if item is None:
-                return
-            yield item
+    def pump() -> Pump:
+        if not hasattr(own, "pump"):
+            own.pump, own.buffer = (
+                Pump(source, memory.tile, lambda _: tick()),
+                np.empty(memory.tile, np.uint8),
+            )
+        found: Pump = own.pump
+        return found
 
-    def compare() -> None:
-        pump = Pump(source, memory.tile, lambda _: tick())
-        found = np.empty(memory.tile, np.uint8)
+    def compare(item: OutputItem) -> None:
+        at = item.offset
+        for part in pump().item_content(item):
+            if not _equal(part, at, item, there, own.buffer):
+                raise _DifferentError(item.key)
+            at += len(part)
 
-        def reads(item: OutputItem) -> Iterator[Range]:
-            yield from pump.reads(item)
-            yield from store_ranges(there, item.file, item.offset, item.offset + item.length)
+    def reads(item: OutputItem) -> Iterator[Range]:
+        yield from pump().reads(item)
+        yield from store_ranges(there, item.file, item.offset, item.offset + item.length)
 
-        with reading_ahead(taken(), reads, memory.ahead) as mine:
-            for item in mine:
-                if not all(_equal(part, at, item, there, found) for at, part in _placed(item, pump)):
-                    different.set()
-
-    with ThreadPoolExecutor(options.threads) as pool:
-        for thread in [pool.submit(compare) for _ in range(options.threads)]:
-            thread.result()
-    return not different.is_set()
-
-
-def _placed(item: OutputItem, pump: Pump) -> Iterator[tuple[int, bytes | memoryview]]:
-    at = item.offset
-    for part in pump.item_content(item):
-        yield at, part
-        at += len(part)
+    try:
+        by_threads(compare, items, options.threads, reads, memory.ahead)
+    except _DifferentError:
+        return False
+    return True
 
 
 def _equal(part: bytes | memoryview, at: int, item: OutputItem, there: Files, buffer: np.ndarray) -> bool:

@@ -76,16 +76,18 @@ def is_fingerprint(rows: object) -> TypeGuard[list[list[object]]]:
 def check_unchanged(before: list[list[object]], after: list[list[object]], location: str) -> None:
     """Prove that two fingerprints of the source at `location` are the same."""
     now = {str(row[0]): row for row in after}
-    _refuse_mix([str(row[0]) for row in before if now.pop(str(row[0]), None) != row] + list(now), location)
+    _raise_source_changed(
+        [str(row[0]) for row in before if now.pop(str(row[0]), None) != row] + list(now), location
+    )
 
 
-def check_as_opened(files: Files) -> None:
+def check_unchanged_since_open(files: Files) -> None:
     """Prove that every local file still is what it was when this process opened it first: also what describes the
     checkpoint, and was read before anything was planned.
     """
     if isinstance(files, JoinedFiles):
         for part in files.parts:
-            check_as_opened(part)
+            check_unchanged_since_open(part)
     if isinstance(files, LocalFiles):
         changed = []
         for name, stamp in list(files.opened.items()):
@@ -96,10 +98,10 @@ def check_as_opened(files: Files) -> None:
                     is_same = False
             if not is_same:
                 changed.append(name)
-        _refuse_mix(changed, files.location)
+        _raise_source_changed(changed, files.location)
 
 
-def _refuse_mix(changed: list[str], location: str) -> None:
+def _raise_source_changed(changed: list[str], location: str) -> None:
     if changed:
         raise CorruptCheckpointError(
             f"{location}: {', '.join(changed[:5])} changed while the conversion ran, so what was read is a mix. "

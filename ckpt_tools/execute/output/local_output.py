@@ -17,18 +17,18 @@ from pathlib import Path
 
 from ckpt_tools.execute.move.source_reader import SourceReader
 from ckpt_tools.execute.output.fileio import check_direct, storage_errors, write_all
+from ckpt_tools.execute.output.finished import has_files, lengths
 from ckpt_tools.execute.output.folders import opened
+from ckpt_tools.execute.output.journal import Journal, fingerprint
 from ckpt_tools.execute.output.opened_shards import prove_shards
-from ckpt_tools.execute.output.publish import Staging
-from ckpt_tools.execute.output.vacant import can_go_on
+from ckpt_tools.execute.output.staging import Staging, can_go_on
 from ckpt_tools.execute.processes.threads import Work
 from ckpt_tools.execute.write_job import METADATA, Done, Found, SourceState, WriteJob
+from ckpt_tools.formats.storage.drivers import Part
 from ckpt_tools.formats.storage.files import Files, LocalFiles
 from ckpt_tools.formats.storage.joined_files import JoinedFiles
-from ckpt_tools.formats.storage.multipart import Part
 from ckpt_tools.model.transfers import OutputItem
-from ckpt_tools.plan.assign import worker_share
-from ckpt_tools.plan.holes import holes
+from ckpt_tools.plan.build import holes, worker_share
 
 
 class LocalOutput:
@@ -41,7 +41,7 @@ class LocalOutput:
         final = Path(job.output.directory)
         plan = job.plan
         self._staging = Staging(
-            final, plan.digest, plan.file_bytes, folders_of(job.files), holes(plan), job.output.extra_files
+            final, plan.digest, plan.file_bytes, _folders_of(job.files), holes(plan), job.output.extra_files
         )
         self._state: SourceState = []
         self.scratch: Path | None = self._staging.partial
@@ -49,6 +49,16 @@ class LocalOutput:
     @property
     def replaced(self) -> str | None:
         return self._staging.replaced
+
+    def look(self) -> None:
+        job, staging = self._job, self._staging
+        if job.output.resume and has_files(job.plan.file_bytes, lengths(staging.final)):
+            return  # perhaps all is done: that is for who writes to find out
+
+        def check_journal(journal: Journal) -> None:
+            journal.resume(job.plan, fingerprint(job.files, job.plan), job.files.location)
+
+        staging.look(job.output.overwrite, job.output.resume, job.options.direct, check_journal)
 
     def take(self, state: SourceState) -> Found:
         self._state = state
@@ -140,7 +150,7 @@ class LocalOutput:
         self._staging.release()
 
 
-def folders_of(files: Files) -> list[Path]:
+def _folders_of(files: Files) -> list[Path]:
     """The directories of a mounted file system that a source lies in."""
     parts = files.parts if isinstance(files, JoinedFiles) else (files,)
     return [Path(part.location) for part in parts if isinstance(part, LocalFiles)]

@@ -17,40 +17,323 @@ marker in the old place and all of the new one beside it: `--resume` goes on.
 A store has no locks. Of two runs with one output the last to write the marker has it; the other finds a foreign token
 when it looks, before and after each file and before `.metadata`, and stops without touching anything. What it may
 have replaced until then is found by the versions of the objects.
+
+Where a store takes parts of one file from several processes, a long file is cut between entries, so that one file
+keeps all threads of all ranks busy. Rank 0 begins its upload and completes it when all have ended.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import threading
+import uuid
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_tools.credentials import hidden
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UsageError
 from ckpt_tools.execute.move.source_reader import SourceReader
+from ckpt_tools.execute.move.stream import Counters, Pump
 from ckpt_tools.execute.output.finished import has_files, same_small_parts
-from ckpt_tools.execute.output.journal import check_unchanged
-from ckpt_tools.execute.output.marker import MARKER, Marker, is_note, note_of
+from ckpt_tools.execute.output.journal import check_unchanged, is_fingerprint
 from ckpt_tools.execute.output.opened_shards import prove_uploaded
-from ckpt_tools.execute.output.uploads import Stretch, Uploads, share_of, share_of_files, stretches
-from ckpt_tools.execute.output.vacant import can_go_on, replaced
+from ckpt_tools.execute.output.staging import can_go_on, replaced
+from ckpt_tools.execute.processes.team import even_shares
+from ckpt_tools.execute.processes.threads import WorkerThreads
 from ckpt_tools.execute.write_job import (
     METADATA,
     Done,
     Found,
     Output,
+    Progress,
     SourceState,
+    ThreadMemory,
     WriteJob,
     WriteOptions,
 )
+from ckpt_tools.formats.storage.drivers import IN_FLIGHT, Begun, Part
 from ckpt_tools.formats.storage.io_pool import pool
-from ckpt_tools.formats.storage.multipart import Part
-from ckpt_tools.formats.storage.object_store import Retry, Store
+from ckpt_tools.formats.storage.object_store import Retry, Store, no_bucket
 from ckpt_tools.formats.storage.open_files import open_files
-from ckpt_tools.model.transfers import OutputItem, Plan
+from ckpt_tools.formats.storage.prefetch import reading_ahead
+from ckpt_tools.model.transfers import OutputBlob, OutputItem, Plan
+
+MARKER = ".ckpt_tools-partial"
+_MOST_BYTES = 256 << 20  # it tells of every file of the source
+
+
+def note_of(name: str) -> str:
+    """The file that says which version of the file `name` was uploaded."""
+    return f"{MARKER}.{name}"
+
+
+def is_note(name: str) -> bool:
+    """Whether it is such a file."""
+    return name.startswith(note_of(""))
+
+
+class Marker:
+    """A run's claim on a folder: of two, the last to write the marker has it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.token = ""  # of the run that has the folder
+
+    def draw(self) -> None:
+        """Be a run that nobody else is."""
+        self.token = uuid.uuid4().hex
+
+    def put(self, digest: str | None, state: SourceState) -> None:
+        """Claim the folder for a plan and a source; without a digest what lies there is not to be gone on from."""
+        owner = f"process {os.getpid()} on {os.uname().nodename}"
+        header = {"digest": digest, "source": state, "token": self.token, "owner": owner}
+        self._store.put(MARKER, json.dumps(header).encode())
+
+    def read(self, present: Mapping[str, int | None] | None = None) -> dict[str, Any]:
+        """What the marker says; nothing when there is none. `present` may tell how long it is."""
+        if ((present or {}).get(MARKER) or 0) > _MOST_BYTES:
+            raise self._not_ours()
+        try:
+            found = json.loads(self._store.get(MARKER))
+        except FileNotFoundError:
+            return {}
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or not is_fingerprint(found.setdefault("source", [])):
+            raise self._not_ours()
+        return found
+
+    def check(self) -> None:
+        """Go on as long as the folder is this run's."""
+        found = self.read()
+        if found.get("token") != self.token:
+            raise UsageError(
+                f"{self._store.location} was taken by another converter ({found.get('owner', 'it has ended')}) while "
+                "this one wrote there. This one stops and leaves everything as it is; choose another output, or wait "
+                "for the other one."
+            )
+
+    def note(self, name: str) -> str | None:
+        """Note which version of a file was uploaded, and return it. Raises as `check`."""
+        self.check()  # a note of a run that lost would vouch for a file of its own
+        version = self._store.version(name)
+        if version is not None:
+            self._store.put(note_of(name), version.encode())
+        return version
+
+    def noted(self, name: str) -> str:
+        """The version of a file that was noted."""
+        return self._store.get(note_of(name)).decode(errors="replace")
+
+    def is_noted(self, name: str) -> bool:
+        """Whether a file is the one that was uploaded. Another one may have its length."""
+        try:
+            return self.noted(name) == self._store.version(name)
+        except FileNotFoundError:
+            return False
+
+    def remove(self) -> None:
+        """Give the folder up: all is done."""
+        list(pool().map(self._store.remove, filter(is_note, self._store.sizes())))
+        self._store.remove(MARKER)
+
+    def _not_ours(self) -> UsageError:
+        return UsageError(
+            f"{self._store.where(MARKER)} was not written by this version. Start anew with --overwrite."
+        )
+
+
+_PART_BYTES = 8 << 20  # of a multipart upload; every thread holds some (`ThreadMemory.parts`)
+_MAX_PARTS = 9000  # S3 allows 10,000
+_STRETCH_BYTES = 4 * _PART_BYTES  # a shorter stretch is not worth its own requests
+_STRETCHES = 2  # for each thread: the last ones end at about the same time
+
+Entries = Sequence[OutputItem | OutputBlob]
+
+
+class Stretch(NamedTuple):
+    """Bytes [start, stop) of a file, which one thread uploads front to back."""
+
+    file: str
+    start: int
+    stop: int
+    first_part: int = 0  # number of its first part in the file's upload; 0: it is all of the file
+    parts: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+class Uploads:
+    """Writes stretches of a plan's files to the store, as long as the marker is this run's."""
+
+    def __init__(self, plan: Plan, store: Store, marker: Marker) -> None:
+        self._store, self._marker = store, marker
+        self._entries = _entries_by_file(plan)
+        self._lock = threading.Lock()
+        self.versions: dict[str, str | None] = {}  # of whole files, as the store calls what it has
+        self.parts: dict[str, list[Part]] = {}  # of others
+
+    def note(self, name: str, source: SourceReader) -> None:
+        """A file that an earlier process has uploaded and noted."""
+        for entry in self._entries[name]:
+            if isinstance(entry, OutputItem):
+                source.note(entry.transfers)
+        self.versions[name] = self._marker.noted(name)
+
+    def run(
+        self,
+        stretches: Sequence[Stretch],
+        begun: Mapping[str, str | None],
+        source: SourceReader,
+        threads: int,
+        memory: ThreadMemory,
+        watch: Callable[[], None],
+        progress: Progress,
+    ) -> list[Counters]:
+        """Upload these stretches, those of files in `begun` as parts of its upload; see `WorkerThreads.run`."""
+        crew = WorkerThreads(source, threads, memory, sum(stretch.nbytes for stretch in stretches))
+        left = iter(stretches)
+
+        def upload(pump: Pump) -> None:
+            while (stretch := self._next(left)) is not None:
+                crew.check()
+                self._upload(pump, stretch, begun.get(stretch.file), memory)
+
+        return crew.run(upload, watch, progress)
+
+    def _next(self, stretches: Iterator[Stretch]) -> Stretch | None:
+        with self._lock:
+            return next(stretches, None)
+
+    def _upload(self, pump: Pump, stretch: Stretch, begun: str | None, memory: ThreadMemory) -> None:
+        """Upload one stretch; begun anew when the store fails in a way that its driver cannot mend."""
+        name = stretch.file
+        entries = _entries_in(self._entries[name], stretch)
+        part_bytes = _part_bytes(stretch, memory)
+        in_flight = max(1, min(IN_FLIGHT, memory.parts // part_bytes - 1))
+        place = None if begun is None else Begun(begun, stretch.first_part)
+
+        def upload(_timeout: float) -> list[Part]:
+            self._marker.check()
+            file = self._store.open_for_writing(name, part_bytes, in_flight, place)
+            try:
+                with reading_ahead(entries, pump.reads, memory.ahead) as ahead:
+                    for data in _content(ahead, stretch, pump):
+                        file.write(data)
+                self._marker.check()
+                if place is not None:
+                    parts: list[Part] = file.parts()
+                    return parts
+                file.close()
+            except BaseException:
+                self._drop(file, name)
+                raise
+            return []
+
+        parts = self._store.call(f"{self._store.where(name)}: writing", upload)
+        version = self._marker.note(name) if begun is None else None
+        with self._lock:
+            if begun is None:
+                self.versions[name] = version
+            else:
+                self.parts.setdefault(name, []).extend(parts)
+
+    def _drop(self, file: Any, name: str) -> None:
+        """End an upload so that neither parts nor half a file are left, nor come when Python forgets `file`."""
+        with suppress(Exception):  # what it was doing failed; this only tidies up
+            if hasattr(file, "discard"):
+                file.discard()
+            else:  # a driver that can only complete it
+                file.close()
+                self._store.remove(name)
+        with suppress(AttributeError):
+            file.closed = True  # or fsspec would complete it
+
+
+def share_of_files(plan: Plan, rank: int, world: int) -> list[str]:
+    """The files a rank has, as a whole: the largest first, each to the rank with the fewest bytes so far."""
+    whole = [Stretch(name, 0, size) for name, size in plan.file_bytes.items()]
+    return [stretch.file for stretch in share_of(whole, rank, world)]
+
+
+def share_of(stretches: Iterable[Stretch], rank: int, world: int) -> list[Stretch]:
+    """The stretches a rank uploads: the largest first, each to the rank with the fewest bytes so far."""
+    ordered = sorted(stretches, key=lambda one: (-one.nbytes, one.file, one.start))
+    return [ordered[number] for number in even_shares([one.nbytes for one in ordered], world)[rank]]
+
+
+def stretches(plan: Plan, threads: int) -> list[Stretch]:
+    """All files of a plan, long ones cut so that so many threads, of all ranks, have about as much to upload."""
+    entries = _entries_by_file(plan)
+    wanted = max(plan.bytes_to_write // (_STRETCHES * threads), _STRETCH_BYTES)
+    return [one for name, size in plan.file_bytes.items() for one in _cut(name, size, entries[name], wanted)]
+
+
+def _cut(name: str, size: int, entries: Entries, wanted: int) -> list[Stretch]:
+    """A file in stretches of about `wanted` bytes, each from one entry to another."""
+    count, offsets = round(size / wanted), [entry.offset for entry in entries]
+    least = max(_PART_BYTES, -(-size // _MAX_PARTS))
+    bounds = [0]
+    for number in range(1, count):
+        at = bisect_left(offsets, size * number // count)
+        if at < len(offsets) and offsets[at] - bounds[-1] >= least and size - offsets[at] >= least:
+            bounds.append(offsets[at])
+    if len(bounds) == 1:
+        return [Stretch(name, 0, size)]
+    found, first = [], 1
+    for start, stop in zip(bounds, [*bounds[1:], size], strict=True):
+        parts = (stop - start) // least
+        found.append(Stretch(name, start, stop, first, parts))
+        first += parts
+    return found
+
+
+def _part_bytes(stretch: Stretch, memory: ThreadMemory) -> int:
+    """Bytes of a part: what memory allows, or what gives a stretch the number of parts that others count with."""
+    if stretch.parts:
+        return -(-stretch.nbytes // stretch.parts)
+    return max(min(_PART_BYTES, memory.parts // 2), -(-stretch.nbytes // _MAX_PARTS))
+
+
+def _entries_by_file(plan: Plan) -> dict[str, list[OutputItem | OutputBlob]]:
+    """What stands in each file, in order."""
+    found: dict[str, list[OutputItem | OutputBlob]] = {name: [] for name in plan.file_bytes}
+    entries: list[OutputItem | OutputBlob] = [*plan.items, *plan.blobs]
+    for entry in sorted(entries, key=lambda entry: entry.offset):
+        found[entry.file].append(entry)
+    return found
+
+
+def _entries_in(entries: Entries, stretch: Stretch) -> Entries:
+    """Those of a file's entries that begin in a stretch."""
+    first, last = (bisect_left(entries, at, key=lambda one: one.offset) for at in stretch[1:3])
+    return entries[first:last]
+
+
+def _content(
+    entries: Iterable[OutputItem | OutputBlob], stretch: Stretch, pump: Pump
+) -> Iterator[bytes | memoryview]:
+    """The bytes of a stretch in order, gaps as zeros; each part is valid until the next is asked for."""
+    at = stretch.start
+    for entry in entries:
+        if entry.offset + entry.length <= at:  # equal blobs share their bytes
+            continue
+        yield bytes(entry.offset - at)
+        if isinstance(entry, OutputBlob):
+            yield entry.data
+        else:
+            yield from pump.item_content(entry)
+        at = entry.offset + entry.length
+    yield bytes(stretch.stop - at)
+
 
 _ASIDE = "aside:"  # before the token of a run that writes beside what it replaces
 _LEAVING = Retry(attempts=1, patience=5.0)  # a run that failed tidies up, but waits for nobody
@@ -94,13 +377,24 @@ class RemoteOutput:
     def _parent(self) -> Store:
         return Store(self._final.parent)
 
+    def look(self) -> None:
+        store, output, plan = self._store, self._job.output, self._job.plan
+        present = store.sizes()
+        if store.without_bucket:
+            raise no_bucket(store.location, store.without_bucket)
+        goes_on = output.resume and (MARKER in present or has_files(plan.file_bytes, present))
+        if present and not output.overwrite and not goes_on:
+            raise not_empty_error(store, present)
+        if output.overwrite:
+            look_at_old(store, present, plan, output)
+
     def take(self, state: SourceState) -> Found:
         self._state = state
         present, output = self._store.sizes(), self._job.output
         resume = output.resume
         if resume and not self._final.is_bucket and MARKER in (aside := self._aside.sizes()):
             if present and MARKER not in present and not output.overwrite:
-                raise refuse_present(self._final, present)
+                raise not_empty_error(self._final, present)
             self.replaced = look_at_old(self._final, present, self._job.plan, output)
             self._use(self._aside)
             present = aside
@@ -149,7 +443,7 @@ class RemoteOutput:
         output, plan, present = self._job.output, self._job.plan, self._final.sizes()
         self._use(self._final)
         if present and not output.overwrite:
-            raise refuse_present(self._final, present)
+            raise not_empty_error(self._final, present)
         self.replaced = look_at_old(self._final, present, plan, output)
         is_old = bool(present) and (METADATA in present or MARKER not in present)
         if output.overwrite and not self._final.is_bucket and (is_old or self._aside.sizes()):
@@ -334,7 +628,7 @@ def look_at_old(store: Store, present: Mapping[str, int | None], plan: Plan, out
     )
 
 
-def refuse_present(store: Store, present: Iterable[str]) -> UsageError:
+def not_empty_error(store: Store, present: Iterable[str]) -> UsageError:
     """What to say of an output with files in it that no option gives up."""
     what = "is not empty; choose another output or replace it with --overwrite"
     if MARKER in present:

@@ -1,9 +1,6 @@
 """Threads, forked workers and the ranks of a launcher.
 
-* `ranks`: the processes of one conversion, and how they agree
-* `workers`: several processes of one machine, forked
-* `spread`: one function over many jobs, by threads and workers
-* `heartbeat`: signs of life, so that a rank that was killed is missed
-* `signals`: Ctrl-C and SIGTERM as a question
+* `ranks`: the processes of one conversion: how they agree, notice who was killed, and stop on signals
+* `team`: processes forked on one machine, and one function over many jobs
 * `threads`: one rank's threads
 """

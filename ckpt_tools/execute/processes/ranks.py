@@ -2,7 +2,14 @@
 
 One process needs no torch. Several meet at the launcher's TCP store for a few small messages: outcomes of a step,
 never data. A rank that fails says so at once; the others see it within a second, stop, and all raise the same error.
-A rank that was killed or stopped says nothing: the others end within 90 seconds and name it (see `heartbeat`).
+A rank that was killed or stopped says nothing: the others end within 90 seconds and name it (see `Line`).
+
+Without a launcher's agent nobody reports a process that was killed or stopped. So every rank counts up a number at
+the store every two seconds from a thread of its own. Rank 0 watches all numbers, the others that of rank 0 and the
+store itself. Silence is counted in own beats and not by the clock: when a whole job is suspended and goes on, nobody
+has missed anything.
+
+`StopSignals` notes Ctrl-C and SIGTERM; loops ask it, so that neither interrupts cleaning up.
 """
 
 from __future__ import annotations
@@ -10,19 +17,89 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NoAnswerError
+from contextlib import suppress
 from datetime import timedelta
+from queue import Empty, SimpleQueue
+from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
 from ckpt_tools import errors
-from ckpt_tools.errors import CkptError, StorageError, UsageError
-from ckpt_tools.execute.processes.heartbeat import Line
+from ckpt_tools.errors import CkptError, Interrupted, StorageError, Terminated, UsageError
 from ckpt_tools.torch_extra import require_torch
 
+BEAT_SECONDS = 2.0
+SILENT_SECONDS = 60.0  # without a sign of life
+JOIN_SECONDS = 300.0  # until the first one; some schedulers start the ranks of a job minutes apart
+
+
+class Line:
+    """One process's line to `store`, which `keeper` keeps. Its thread ends with the process."""
+
+    def __init__(self, rank: int, world: int, store: Any, keeper: str) -> None:
+        self.rank, self.world = rank, world
+        self.store, self.keeper = store, keeper
+        self._watched = [peer for peer in (range(world) if rank == 0 else (0,)) if peer != rank]
+        self._seen: dict[int, tuple[int, int]] = dict.fromkeys(self._watched, (0, 0))
+        self._lost: str | None = None
+        self._requests: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        threading.Thread(target=self._serve, name="ckpt-line", daemon=True).start()
+
+    def ask(self, request: Callable[[], Any]) -> Any:
+        """The result of a request to the store."""
+        if self._lost is None:
+            future: Future[Any] = Future()
+            self._requests.put((request, future))
+            try:
+                return future.result(SILENT_SECONDS)
+            except NoAnswerError:
+                self._lost = f"no answer for {SILENT_SECONDS:.0f} s"
+            except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
+                self._lost = str(error).partition("\n")[0]
+        raise StorageError(
+            f"rank {self.rank} lost the other ranks: {self.keeper} was killed or stopped, or its node is gone "
+            f"({self._lost})"
+        )
+
+    def silent(self) -> list[int]:
+        """The watched ranks that give no sign of life."""
+        return [
+            peer
+            for peer, (count, missed) in self._seen.items()
+            if missed * BEAT_SECONDS >= (SILENT_SECONDS if count else JOIN_SECONDS)
+        ]
+
+    def _serve(self) -> None:
+        due = 0.0
+        while True:
+            if time.monotonic() >= due:
+                with suppress(RuntimeError, OSError):  # the next request meets it again, and tells
+                    self._beat()
+                due = time.monotonic() + BEAT_SECONDS
+            try:
+                request, future = self._requests.get(timeout=max(0.0, due - time.monotonic()))
+            except Empty:
+                continue
+            try:
+                future.set_result(request())
+            except BaseException as error:
+                future.set_exception(error)
+
+    def _beat(self) -> None:
+        self.store.add(f"beat/{self.rank}", 1)
+        for peer in self._watched:
+            count = self.store.add(f"beat/{peer}", 0)
+            before, missed = self._seen[peer]
+            self._seen[peer] = (count, 0 if count != before else missed + 1)
+
+
 T = TypeVar("T")
-ToldError: TypeAlias = list[Any]
+SerializedError: TypeAlias = list[Any]
 """An error on its way to other processes: name of its class, message, problems."""
 
 _POLL_SECONDS = 1.0
@@ -43,7 +120,7 @@ class Ranks:
     world = 1
 
     def __init__(self) -> None:
-        self.watch: Callable[[], None] = go_on
+        self.watch: Callable[[], None] = noop
 
     def together(self, step: Callable[[], T]) -> list[T]:
         """Run `step` on every rank; the results of all ranks, in rank order."""
@@ -58,7 +135,7 @@ class Ranks:
         self.watch()
 
 
-def go_on() -> None:
+def noop() -> None:
     """Watches nothing."""
 
 
@@ -74,7 +151,7 @@ class DistributedRanks(Ranks):
 
     def __init__(self, line: Line, topic: str) -> None:
         self.rank, self.world = line.rank, line.world
-        self.watch: Callable[[], None] = go_on
+        self.watch: Callable[[], None] = noop
         self._line, self._store, self._topic = line, line.store, topic
         self._round = 0
         self._polled = time.monotonic()
@@ -89,7 +166,7 @@ class DistributedRanks(Ranks):
         except PeerFailedError:
             outcome["error"] = None
         except BaseException as error:
-            outcome["error"] = told_error(error)
+            outcome["error"] = serialize_error(error)
             self._post("failed", "1")
             if not isinstance(error, CkptError | KeyboardInterrupt):
                 self._post(f"{self._round}/{self.rank}", json.dumps(outcome))
@@ -118,7 +195,7 @@ class DistributedRanks(Ranks):
             if time.monotonic() - self._polled < _POLL_SECONDS:
                 return
             self._polled = time.monotonic()
-            self._tell_of_the_silent()
+            self._report_dead_peers()
             if self._has("failed"):
                 raise PeerFailedError
 
@@ -131,7 +208,7 @@ class DistributedRanks(Ranks):
             if self._has(key):
                 found: dict[str, Any] = json.loads(self._ask(lambda: self._store.get(self._key(key))))
                 return found
-            self._tell_of_the_silent()
+            self._report_dead_peers()
             if self._has("failed"):
                 deadline = deadline or time.monotonic() + _LAST_WORDS_SECONDS
                 if self._has(f"silent/{peer}") or time.monotonic() > deadline:
@@ -154,7 +231,7 @@ class DistributedRanks(Ranks):
                 return
             time.sleep(0.01)
 
-    def _tell_of_the_silent(self) -> None:
+    def _report_dead_peers(self) -> None:
         """Let those know that do not watch them."""
         for peer in self._line.silent():
             self._post(f"silent/{peer}", "1")
@@ -173,14 +250,14 @@ class DistributedRanks(Ranks):
         return self._line.ask(request)
 
 
-def told_error(error: BaseException) -> ToldError:
+def serialize_error(error: BaseException) -> SerializedError:
     """An error as another process can be told of it."""
     problems = list(error.told_problems) if isinstance(error, CkptError) else []
     unsaid = "interrupted." if isinstance(error, KeyboardInterrupt) else type(error).__name__
     return [type(error).__name__, str(error) or unsaid, problems]
 
 
-def all_problems(told: Iterable[ToldError]) -> tuple[str, ...]:
+def all_problems(told: Iterable[SerializedError]) -> tuple[str, ...]:
     """The problems of several errors, each once; of one that lists none, its message, where others list some."""
     told = list(told)
     if not any(problems for _, _, problems in told):
@@ -188,7 +265,7 @@ def all_problems(told: Iterable[ToldError]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(problem for _, text, listed in told for problem in listed or [text]))
 
 
-def _joined(failed: Mapping[int, ToldError]) -> CkptError:
+def _joined(failed: Mapping[int, SerializedError]) -> CkptError:
     """One error of the class of the lowest failed rank, with the messages and problems of all."""
     kind = failed[min(failed)][0]
     messages = {text: [r for r in failed if failed[r][1] == text] for _, text, _ in failed.values()}
@@ -273,3 +350,37 @@ def _first_host(nodes: str) -> str:
             "several processes need MASTER_ADDR and MASTER_PORT; start them with torchrun or srun"
         )
     return found[1] + (found[2] or "")
+
+
+_RESUMABLE = "nothing was published; --resume goes on from here"
+
+
+class StopSignals:
+    """While entered (in the main thread), the first SIGINT or SIGTERM is remembered; a second one acts at once."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, Any] = {}
+        self._seen: int | None = None
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._remember)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _remember(self, number: int, _frame: object) -> None:
+        self._seen = number
+        signal.signal(number, self._before[number])
+
+    def check(self) -> None:
+        """Go on, or stop if a signal has arrived."""
+        if self._seen == signal.SIGINT:
+            raise Interrupted(f"interrupted: {_RESUMABLE}")
+        if self._seen == signal.SIGTERM:
+            raise Terminated(f"terminated: {_RESUMABLE}")

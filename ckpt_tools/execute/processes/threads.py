@@ -10,17 +10,16 @@ from contextlib import ExitStack, contextmanager
 from itertools import chain, groupby
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.execute.move.buffers import ThreadMemory
 from ckpt_tools.execute.move.source_reader import SourceReader
 from ckpt_tools.execute.move.stream import Counters, Pump
 from ckpt_tools.execute.output.fileio import OutputFile, drop_cache, storage_errors
 from ckpt_tools.execute.output.folders import Folder, opened
 from ckpt_tools.execute.output.journal import Journal
-from ckpt_tools.execute.write_job import Progress, WriteOptions
+from ckpt_tools.execute.write_job import Progress, ThreadMemory, WriteOptions
 from ckpt_tools.formats.storage.prefetch import Range, reading_ahead
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.transfers import OutputItem, Plan, stored_parts
-from ckpt_tools.plan.coalesce import batches
+from ckpt_tools.plan.byte_runs import batches
 
 _WATCH_SECONDS = 0.1
 
@@ -29,7 +28,7 @@ class _StoppedError(CkptError):
     """Ends a thread whose work is no longer wanted; a request to a store is not repeated for it."""
 
 
-class Crew:
+class WorkerThreads:
     """Threads that do one task, each with a pump, while the thread that called watches over them."""
 
     def __init__(self, source: SourceReader, threads: int, memory: ThreadMemory, total: int) -> None:
@@ -83,7 +82,7 @@ class Crew:
         self.check()
 
 
-class _Todo:
+class _FileQueue:
     """What is left to write, file by file: most file systems let one thread at a time write into a file."""
 
     def __init__(
@@ -152,14 +151,14 @@ class Work:
     def run(
         self, finished: Mapping[int, int], watch: Callable[[], None], progress: Progress
     ) -> list[Counters]:
-        """See `Crew.run`."""
-        crew = Crew(
+        """See `WorkerThreads.run`."""
+        crew = WorkerThreads(
             self._source, self._options.threads, self._memory, sum(self._items[i].length for i in self._share)
         )
-        todo = _Todo(self._items, self._share, self._memory.tile, by_source=self._source.is_remote)
+        todo = _FileQueue(self._items, self._share, self._memory.tile, by_source=self._source.is_remote)
         return crew.run(lambda pump: self._write_items(todo, pump, finished), watch, progress)
 
-    def _write_items(self, todo: _Todo, pump: Pump, finished: Mapping[int, int]) -> None:
+    def _write_items(self, todo: _FileQueue, pump: Pump, finished: Mapping[int, int]) -> None:
         def reads(batch: range) -> Iterator[Range]:
             missing = [n for n in batch if n not in finished]
             if len(missing) == len(batch) > 1:

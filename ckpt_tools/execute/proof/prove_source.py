@@ -12,7 +12,7 @@ import numpy as np
 from ckpt_tools.errors import CorruptCheckpointError, list_problems
 from ckpt_tools.execute.move.source_reader import ChunkRef, SourceReader, store_ranges
 from ckpt_tools.execute.processes.ranks import Ranks
-from ckpt_tools.execute.processes.spread import by_threads
+from ckpt_tools.execute.processes.team import by_threads
 from ckpt_tools.execute.proof.payload_sums import Piece, Pieces, SourceProof, Stored, damage
 from ckpt_tools.formats.storage import crc
 from ckpt_tools.formats.storage.files import Files
@@ -20,6 +20,7 @@ from ckpt_tools.formats.storage.prefetch import Range
 from ckpt_tools.formats.torch_archive.item_reader import record_stretches
 from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.without_gc import without_gc
+from ckpt_tools.plan.build import neighbour_shares
 
 _BUFFER_BYTES = 4 << 20
 
@@ -162,13 +163,8 @@ def _missing(records: _Records, most_bytes: int) -> list[_Part]:
 
 def _share(parts: Sequence[_Part], rank: int, world: int) -> list[_Part]:
     """A rank's parts: neighbours, about as many bytes as any other's; the shares in rank order are all parts."""
-    total = sum(part.stop - part.start for part in parts)
-    mine, before = [], 0
-    for part in parts:
-        if min(before * world // max(total, 1), world - 1) == rank:
-            mine.append(part)
-        before += part.stop - part.start
-    return mine
+    bounds = neighbour_shares((part.stop - part.start for part in parts), world)
+    return list(parts[bounds[rank] : bounds[rank + 1]])
 
 
 def _read(

@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ckpt_tools.formats.pickle.opcodes import int_ops, int_tuple_ops, text_ops
+from ckpt_tools.formats.torch_archive.object_writer import int_ops, int_tuple_ops, text_ops
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.transfers import Plan, TensorInfo
 from ckpt_tools.model.without_gc import without_gc

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from itertools import chain
 
 from ckpt_tools.formats.dcp.metadata_read import METADATA
-from ckpt_tools.formats.pickle.machine import Machine
+from ckpt_tools.formats.pickle.machine import Machine, Object
 from ckpt_tools.formats.pickle.stored_classes import check_properties, described, fields_of, is_class
-from ckpt_tools.formats.pickle.values import Object
 from ckpt_tools.formats.storage.files import Files
 
 _PLANS = "all_local_plans"

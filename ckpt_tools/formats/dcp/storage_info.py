@@ -8,11 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
-from ckpt_tools.formats.pickle.allowed_names import brief
-from ckpt_tools.formats.pickle.machine import Machine
+from ckpt_tools.formats.pickle.machine import SIZE, Machine, Pairs, brief
 from ckpt_tools.formats.pickle.packed_records import STORED, Kind, Layout, integer, integers
 from ckpt_tools.formats.pickle.stored_classes import fields_of, is_class
-from ckpt_tools.formats.pickle.values import SIZE, Pairs
 from ckpt_tools.model.catalog import MAX_DIMENSIONS, Item
 
 LEADS_OUT = "leads out of the checkpoint"

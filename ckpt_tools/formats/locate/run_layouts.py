@@ -16,6 +16,8 @@ checkpoint each.
 
 NeMo RL (utils/checkpoint.py `CheckpointManager`) writes into `tmp_step_N`, which it renames to `step_N` last of all;
 `policy/weights` in it is a run of Megatron-Bridge with one iteration, `iter_0000000`, or a DCP checkpoint.
+
+The cache of the Hugging Face hub holds a model as `models--<owner>--<name>/{blobs,refs,snapshots/<revision>}`.
 """
 
 from __future__ import annotations
@@ -23,14 +25,95 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.dcp.metadata_read import METADATA
-from ckpt_tools.formats.safetensors.catalog import INDEX_FILE, SINGLE_FILE
-from ckpt_tools.formats.storage.files import Files, LocalFiles, path_in, read_whole
+from ckpt_tools.formats.safetensors import INDEX_FILE, SINGLE_FILE
+from ckpt_tools.formats.storage.files import Files, LocalFiles, path_in, read_whole, refuse_location
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.formats.untrusted_documents import parse_json
+
+SNAPSHOTS, REFS, MAIN = "snapshots", "refs", "main"
+_LONGEST_REVISION = 200
+
+
+def snapshot_of(path: str) -> str:
+    """The snapshot that the root of a cached model means, any other path as it is.
+
+    That is the one `refs/main` names, or the only one.
+    """
+    refuse_location(path)
+    path = path.rstrip("/") if len(path) > 1 else path
+    if re.search(rf"/(?:models|datasets)--[^/]+/{SNAPSHOTS}$", f"/{path}"):  # the folder of all of them
+        path = path.removesuffix(f"/{SNAPSHOTS}")
+    revisions = _revisions(path)
+    if revisions is None:
+        return path
+    chosen = _main(path)
+    if chosen not in revisions:
+        if len(revisions) != 1:
+            raise UsageError(
+                f"{path} is a model in a Hugging Face cache with {len(revisions)} snapshots, and refs/main names "
+                f"none of them; give one: {', '.join(f'{path}/{SNAPSHOTS}/{name}' for name in revisions[:4])}"
+            )
+        chosen = revisions[0]
+    return f"{path}/{SNAPSHOTS}/{chosen}"
+
+
+def _revisions(path: str) -> list[str] | None:
+    """Snapshots of a cached model, None for another folder."""
+    if not path.rpartition("/")[2].startswith(("models--", "datasets--")):
+        return None
+    with closing(open_files(path)) as files:
+        if not files.exists(SNAPSHOTS):
+            return None
+    with closing(open_files(f"{path}/{SNAPSHOTS}")) as files:
+        return files.list()
+
+
+def _main(path: str) -> str | None:
+    with closing(open_files(f"{path}/{REFS}")) as files:
+        if not files.exists(MAIN):
+            return None
+        return (
+            files.read(MAIN, 0, min(files.size(MAIN), _LONGEST_REVISION)).decode("utf-8", "replace").strip()
+        )
+
+
+# By name in an iteration's folder: Megatron-Bridge (training/checkpointing.py), ModelOpt, Megatron-LM.
+_BESIDE = {
+    "tokenizer": "the tokenizer's files, which no loader reads: run_config.yaml or the args name the tokenizer",
+    "modelopt_state": "ModelOpt's state: a quantized, pruned or distilled model is not restored as one without it",
+    "hf": "Megatron-Bridge's export of the same model to Hugging Face",
+    "train_dataloader_dprank*.pt": "where the data loader is",
+    "layer_wise_optimizer_*.pt": "states of a layer-wise optimizer in the torch format",
+    "*.safetensors": "a Hugging Face model beside the checkpoint",
+}
+MODELOPT = "modelopt_state"
+# nvidia_resiliency_ext/checkpointing/local/ckpt_managers/local_manager.py `_filename_from_template`
+LOCAL_FILE = re.compile(r"iter_(\d{7})_(\d+)_local(\.dirty)?\.pt")
+
+
+def left_beside(names: Iterable[str]) -> tuple[str, ...]:
+    """A line for each of the names in a checkpoint's folder that is not read, with what it is."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        glob = next((glob for glob in _BESIDE if fnmatchcase(name, glob)), None)
+        if glob is not None:
+            found.setdefault(glob, []).append(name)
+    return tuple(f"{name}: {_BESIDE[glob]}" for glob, some in found.items() for name in some)
+
+
+def local_checkpoint(where: str) -> str:
+    """What to say of a file that one rank keeps on its own disk."""
+    return (
+        f"{where} is a local checkpoint of NVIDIA Resiliency Extension: what one rank had in memory, of use to the "
+        "job that wrote it alone. Let that job load it (--non-persistent-ckpt-type local) and save a checkpoint of "
+        "all ranks with --save"
+    )
+
 
 CONTENTS = "ckpt_contents.json"
 _CONTENTS_BYTES = 1 << 20

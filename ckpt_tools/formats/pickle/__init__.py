@@ -1,10 +1,7 @@
 """Pickles, read without running anything.
 
-* `machine`: is a pickle safe, and what `.metadata` says, without loading it
-* `values`: what the machine makes of one, and how large that may become
-* `allowed_names`: the globals that a pickle may name
-* `opcodes`: opcodes of texts and ints, for the two writers
-* `unpickle`: objects from strangers, read without importing or running anything
+* `machine`: whether a pickle is safe, which globals it may name, and what `.metadata` says
+* `unpickle`: objects from untrusted pickles, with stand-ins for what is not plain data
 * `stored_classes`: the classes that `.metadata` may be made of
 * `packed_records`: the flat records that make up most of it, recognised whole
 """

@@ -12,8 +12,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt_tools.formats.pickle.allowed_names import brief
-from ckpt_tools.formats.pickle.values import Name, Object, Pairs
+from ckpt_tools.formats.pickle.machine import Name, Object, Pairs, brief
 
 _TORCH = ("torch.distributed.checkpoint.metadata", "torch.distributed._shard.checkpoint.metadata")
 _PROPERTIES = (*_TORCH, "torch.distributed._shard.sharded_tensor.metadata")  # the last: up to torch 2.2

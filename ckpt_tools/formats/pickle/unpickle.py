@@ -17,9 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, cast
 
 from ckpt_tools.errors import CkptError, CorruptCheckpointError
-from ckpt_tools.formats.pickle.allowed_names import brief, check_global, check_global_count
-from ckpt_tools.formats.pickle.machine import Machine
-from ckpt_tools.formats.pickle.values import check_tree
+from ckpt_tools.formats.pickle.machine import Machine, brief, check_global, check_global_count, check_tree
 from ckpt_tools.model.dtypes import ITEMSIZE
 
 

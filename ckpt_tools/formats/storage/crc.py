@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 try:
     from isal.isal_zlib import crc32
-except ImportError:  # no wheel for this platform: the same sum, about four times slower
+    from isal.isal_zlib import crc32_combine as combine
+except ImportError:  # no wheel for this platform, or an old one: the same sums, several times slower
     from zlib import crc32
 
+    def combine(first: int, second: int, second_bytes: int, /) -> int:
+        """CRC-32 of A+B from those of A and B and the length of B.
+
+        Appending n zero bytes multiplies the remainder of A by x^(8n) modulo the polynomial (zlib, crc32_combine).
+        """
+        square = 1 << 23  # x^8, bit-reversed: bit 31 is x^0
+        while second_bytes:
+            if second_bytes & 1:
+                first = _multiply(square, first)
+            square = _multiply(square, square)
+            second_bytes >>= 1
+        return first ^ second
+
+
 __all__ = ["combine", "crc32", "of_zeros"]
-
-_POLYNOMIAL = 0xEDB88320  # bit-reversed; bit 31 is x^0
-
-
-def combine(first: int, second: int, second_bytes: int) -> int:
-    """CRC-32 of A+B from those of A and B and the length of B.
-
-    Appending n zero bytes multiplies the remainder of A by x^(8n) modulo the polynomial (zlib, crc32_combine).
-    """
-    return _multiply(_power(second_bytes), first) ^ second if first else second
 
 
 def of_zeros(nbytes: int) -> int:
     """CRC-32 of so many zero bytes, without summing them."""
-    return _multiply(_power(nbytes), 0xFFFFFFFF) ^ 0xFFFFFFFF
-
-
-@lru_cache(maxsize=4096)
-def _power(nbytes: int) -> int:
-    """x^(8 * nbytes) modulo the polynomial."""
-    result = 1 << 31  # x^0
-    for bit, factor in enumerate(_SQUARES):
-        if nbytes >> bit & 1:
-            result = _multiply(factor, result)
-    return result
+    found: int = combine(0xFFFFFFFF, 0xFFFFFFFF, nbytes)
+    return found
 
 
 def _multiply(a: int, b: int) -> int:
@@ -43,16 +37,5 @@ def _multiply(a: int, b: int) -> int:
     for bit in range(31, -1, -1):
         if a >> bit & 1:
             product ^= b
-        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+        b = b >> 1 ^ (0xEDB88320 if b & 1 else 0)
     return product
-
-
-def _squares() -> list[int]:
-    """x^8 and its repeated squares: enough for any length that 63 bits can say."""
-    found = [1 << 23]
-    while len(found) < 63:
-        found.append(_multiply(found[-1], found[-1]))
-    return found
-
-
-_SQUARES = _squares()

@@ -191,11 +191,7 @@ class LocalFiles:
                 os.close(fd)
 
     def check_folder(self, name: str) -> None:
-        """Nothing, for a folder in here that may be entered.
-
-        Raises:
-            CorruptCheckpointError: it is a link that leads elsewhere.
-        """
+        """Raise CorruptCheckpointError if a folder in here is a link that leads elsewhere."""
         self._check_place(name, os.path.realpath(self._path(name)))
 
     def close(self) -> None:

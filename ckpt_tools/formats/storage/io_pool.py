@@ -1,6 +1,6 @@
 """The threads of this process that wait for answers of stores: made when they are needed, ended before a fork.
 
-A fork copies no thread, but the locks that threads hold: only a process at rest is forked (`execute.workers`).
+A fork copies no thread, but the locks that threads hold: only a process at rest is forked (`execute.processes.team`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ckpt_tools.errors import CorruptCheckpointError
 from ckpt_tools.formats.storage.files import Files, path_in
-from ckpt_tools.model.catalog import Item, TensorEntry
+from ckpt_tools.model.catalog import TensorEntry
 
 
 class JoinedFiles:
@@ -53,7 +53,7 @@ class JoinedFiles:
         files.read_into(inner, offset, buffer)
 
     def close(self) -> None:
-        """Nothing: the folders stay their owners'."""
+        """Does nothing: the folders stay their owners'."""
 
 
 class FilesBeside(JoinedFiles):
@@ -85,12 +85,9 @@ def joined_name(part: Files, name: str) -> str:
 
 def joined_entry(part: Files, entry: TensorEntry, key: str) -> TensorEntry:
     """A stored tensor of `part` under `key` in the catalog of joined folders."""
-    chunks = tuple([c._replace(item=_joined_item(part, c.item)) for c in entry.chunks])
-    return replace(entry, key=key, chunks=chunks)
-
-
-def _joined_item(part: Files, item: Item) -> Item:
-    return item._replace(file=joined_name(part, item.file))
+    items = [chunk.item._replace(file=joined_name(part, chunk.item.file)) for chunk in entry.chunks]
+    chunks = [chunk._replace(item=item) for chunk, item in zip(entry.chunks, items, strict=True)]
+    return replace(entry, key=key, chunks=tuple(chunks))
 
 
 def place_of(files: Files, name: str) -> tuple[Files, str]:

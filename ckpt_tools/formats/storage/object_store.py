@@ -18,10 +18,18 @@ from urllib.parse import urlsplit
 
 from ckpt_tools.credentials import hidden, revealed
 from ckpt_tools.errors import CkptError, StorageError, UsageError
-from ckpt_tools.formats.storage.drivers import Driver, Entry, FsspecDriver, NoBucketError, Upload
+from ckpt_tools.formats.storage.drivers import (
+    IN_FLIGHT,
+    Begun,
+    Driver,
+    Entry,
+    FsspecDriver,
+    NoBucketError,
+    Part,
+    Upload,
+)
 from ckpt_tools.formats.storage.files import path_in, refuse_location
 from ckpt_tools.formats.storage.io_pool import pool
-from ckpt_tools.formats.storage.multipart import IN_FLIGHT, Begun, Part
 
 CONNECT_SECONDS = 5.0
 S3 = ("s3", "s3a")

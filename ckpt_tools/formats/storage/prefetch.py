@@ -112,10 +112,7 @@ class ReadAhead(Generic[Job]):
             yield self._taken.popleft()
 
     def fill(self, files: Fetching, name: str, offset: int, buffer: memoryview) -> int:
-        """Fill the beginning of `buffer` with what was fetched ahead; how many bytes that is.
-
-        Raises: what the store said of it.
-        """
+        """Fill the beginning of `buffer` with what was prefetched; returns its bytes, raises the request's error."""
         done = 0
         while done < len(buffer):
             at = offset + done

@@ -17,8 +17,16 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.storage.drivers import Call, Entry, NoBucketError, Upload
-from ckpt_tools.formats.storage.multipart import Begun, Multipart, Part, as_asked
+from ckpt_tools.formats.storage.drivers import (
+    Begun,
+    Call,
+    Entry,
+    Multipart,
+    NoBucketError,
+    Part,
+    Upload,
+    as_asked,
+)
 
 _USUAL_SECONDS = 20.0  # that `Retry` gives a request: who tells the address serves most of them too
 _CONNECTIONS = 256  # kept at most; more at once are closed after each request, and told of

@@ -3,6 +3,5 @@
 * `item_reader`: what one stored item holds: a tensor's frame, or an object
 * `zip_archive`: the zip archive of `torch.save`
 * `tensor_template`: the archive around one tensor, byte for byte as torch writes it
-* `storage_classes`: torch's typed storages by element type
 * `object_writer`: Python values as archives, written without torch
 """

@@ -14,10 +14,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
-from ckpt_tools.formats.pickle.allowed_names import brief
+from ckpt_tools.formats.pickle.machine import brief
 from ckpt_tools.formats.pickle.unpickle import Function, TorchDtype, load_pickle
 from ckpt_tools.formats.storage.files import Files, path_in, read_whole
-from ckpt_tools.formats.torch_archive.storage_classes import STORAGE_CLASSES
 from ckpt_tools.formats.torch_archive.zip_archive import (
     Record,
     check_record,
@@ -28,6 +27,22 @@ from ckpt_tools.formats.torch_archive.zip_archive import (
 from ckpt_tools.model.box import row_major_strides
 from ckpt_tools.model.catalog import MAX_DIMENSIONS, Item
 from ckpt_tools.model.dtypes import itemsize
+
+# Classes of `torch` that stand for a typed storage in pickles, by element type; newer types have none.
+STORAGE_CLASSES = {
+    "float64": "DoubleStorage",
+    "float32": "FloatStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "int64": "LongStorage",
+    "int32": "IntStorage",
+    "int16": "ShortStorage",
+    "int8": "CharStorage",
+    "uint8": "ByteStorage",
+    "bool": "BoolStorage",
+    "complex64": "ComplexFloatStorage",
+    "complex128": "ComplexDoubleStorage",
+}
 
 MAX_PICKLE_BYTES = 64 << 20
 _OFTEN_EQUAL_BYTES = 16 << 10

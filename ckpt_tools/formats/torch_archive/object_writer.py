@@ -1,7 +1,20 @@
-"""Python values as `torch.save` archives, without torch: the inverse of `container.load_object`.
+r"""Python values as `torch.save` archives, without torch: the inverse of `item_reader.load_object`.
 
 Stand-ins go out under the module and name they came in with, `StoredTensor`s as real tensors with their storage
 records, so stock `torch.load` gives back what the writer of the source had. The same value gives the same bytes.
+
+Opcodes, here and in `metadata_write` and `tensor_template` (`pickletools.dis` shows any pickle this way)::
+
+    X <u32> text   push a str (BINUNICODE)        K <u8>  M <u16>  J <i32>   push an int
+    \x8c <u8> text  the same, short               \x8a <u8> bytes           push a longer int (LONG1)
+    c module \n name \n   push a global            )  \x85 \x86 \x87          push a tuple of the last 0, 1, 2, 3
+    (   mark          t   a tuple from the mark   }  ]   push an empty dict, list
+    u   dict entries from the mark                e   list elements from the mark
+    s   one dict entry                            R   call: function, arguments
+    \x81  new object: class, arguments            b   set its state
+    q <u8>  put into the memo under a number      \x94  the same, under the next number (protocol 4)
+    h <u8>  j <u32>   push from the memo          N None   \x88 \x89 True, False
+    Q   the top names a persistent object         0   drop the top   . end
 """
 
 from __future__ import annotations
@@ -9,16 +22,43 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
+import struct
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ckpt_tools.formats.pickle.unpickle import StandIn, TorchDtype, stand_in
-from ckpt_tools.formats.torch_archive.item_reader import StoredTensor
-from ckpt_tools.formats.torch_archive.storage_classes import STORAGE_CLASSES
+from ckpt_tools.formats.torch_archive.item_reader import STORAGE_CLASSES, StoredTensor
 from ckpt_tools.formats.torch_archive.zip_archive import ALIGNMENT, write_archive
 from ckpt_tools.model.box import row_major_strides
 from ckpt_tools.model.dtypes import itemsize
+
+
+def text_ops(text: str) -> bytes:
+    """Pushes a str."""
+    data = text.encode("utf-8", "surrogatepass")
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
+def int_ops(value: int) -> bytes:
+    """Pushes a non-negative int, in the shortest form."""
+    if value < 1 << 8:
+        return b"K" + bytes([value])
+    if value < 1 << 16:
+        return b"M" + struct.pack("<H", value)
+    if value < 1 << 31:
+        return b"J" + struct.pack("<I", value)
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little")
+    return b"\x8a" + bytes([len(data)]) + data
+
+
+def int_tuple_ops(numbers: Sequence[int]) -> bytes:
+    """Pushes a tuple of non-negative ints."""
+    body = b"".join(map(int_ops, numbers))
+    if len(numbers) <= 3:
+        return body + (b")", b"\x85", b"\x86", b"\x87")[len(numbers)]
+    return b"(" + body + b"t"
+
 
 PROTOCOL = 2  # what torch.save uses
 

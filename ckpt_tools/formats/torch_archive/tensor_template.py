@@ -16,9 +16,9 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from ckpt_tools.formats.pickle.opcodes import int_ops, int_tuple_ops, text_ops
 from ckpt_tools.formats.storage.files import Files
-from ckpt_tools.formats.torch_archive.storage_classes import STORAGE_CLASSES
+from ckpt_tools.formats.torch_archive.item_reader import STORAGE_CLASSES
+from ckpt_tools.formats.torch_archive.object_writer import int_ops, int_tuple_ops, text_ops
 from ckpt_tools.formats.torch_archive.zip_archive import (
     ALIGNMENT,
     WrittenRecord,

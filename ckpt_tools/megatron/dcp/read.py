@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
-from ckpt_tools.formats.key_filter import leave_out
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.megatron.dcp.index_names import name_numbers
 from ckpt_tools.megatron.dcp.state_dict import (
@@ -41,7 +40,7 @@ from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.megatron.run_state.record import read_record
 from ckpt_tools.megatron.run_state.stored_values import checked_field, fields_at
 from ckpt_tools.megatron.torch_dist.optimizers import is_adams
-from ckpt_tools.model.catalog import Catalog, TensorEntry
+from ckpt_tools.model.catalog import Catalog, TensorEntry, leave_out
 from ckpt_tools.model.choices import LayerSpec
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER, WEIGHT

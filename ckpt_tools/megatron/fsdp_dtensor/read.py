@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import Any
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, list_problems
-from ckpt_tools.formats.key_filter import leave_out
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.torch_archive.item_reader import StoredTensor, load_object
 from ckpt_tools.megatron.fsdp_dtensor.flatten import Path, unflatten
@@ -44,7 +43,7 @@ from ckpt_tools.megatron.run_state.settings import read_settings, training_dtype
 from ckpt_tools.megatron.run_state.stored_values import checked_field, fields_at, rng_at
 from ckpt_tools.megatron.torch_dist.optimizers import refuse_missing_states
 from ckpt_tools.model.box import full_box
-from ckpt_tools.model.catalog import Catalog, Item, TensorEntry, concat
+from ckpt_tools.model.catalog import Catalog, Item, TensorEntry, concat, leave_out
 from ckpt_tools.model.choices import LayerSpec
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.model import Model, Parameter

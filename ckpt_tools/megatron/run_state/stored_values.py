@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt_tools.errors import CorruptCheckpointError
-from ckpt_tools.formats.pickle.allowed_names import brief
+from ckpt_tools.formats.pickle.machine import brief
 from ckpt_tools.formats.torch_archive.item_reader import StoredTensor, TensorBytes
 from ckpt_tools.megatron.keys import group_key, rng_shard
 

@@ -11,7 +11,6 @@ from ckpt_tools.errors import (
     CkptError,
     VerificationError,
 )
-from ckpt_tools.formats.key_filter import leave_out
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.torch_archive.item_reader import StoredTensor, load_object
 from ckpt_tools.megatron.keys import COMMON_OBJECT, bucket_object, is_optimizer_key, left_out_by, rng_shard
@@ -30,7 +29,7 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimiz
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates, selected
 from ckpt_tools.megatron.torch_dist.optimizers import is_adams, optimizer_entry
 from ckpt_tools.megatron.torch_dist.stacking import Slice, SortedKeys, sort_keys
-from ckpt_tools.model.catalog import Catalog, Item, Value
+from ckpt_tools.model.catalog import Catalog, Item, Value, leave_out
 from ckpt_tools.model.model import Model, Parameter
 from ckpt_tools.model.roles import WEIGHT
 from ckpt_tools.model.views import Source

@@ -5,5 +5,5 @@
 * `quantize`: kernels that write block FP8
 * `low_rank`: a kernel that merges a low-rank adapter (LoRA) into a weight
 * `casts`: casts between floating types, bit for bit as torch does them
-* `fp8_weights`: the scale that explains FP8 weights
+* `fp8_weights`: masters of weights that are held in FP8
 """

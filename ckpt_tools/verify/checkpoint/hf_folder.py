@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ckpt_tools.errors import NEVER_FINDINGS, CkptError, MappingError
-from ckpt_tools.formats.safetensors.catalog import refuse_pointers
+from ckpt_tools.formats.safetensors import refuse_pointers
 from ckpt_tools.formats.storage.files import Files, read_whole
 from ckpt_tools.formats.untrusted_documents import parse_json
 from ckpt_tools.megatron.huggingface.families.families import FAMILIES

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from ckpt_tools.formats.dcp.metadata_kind import METADATA_JSON, metadata_json_problems
 from ckpt_tools.formats.dcp.metadata_read import METADATA
-from ckpt_tools.formats.locate.detect import TRACKER, Location
+from ckpt_tools.formats.locate.detect import METADATA_JSON, TRACKER, Location, metadata_json_problems
 from ckpt_tools.formats.locate.run_layouts import iteration_folders
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.storage.open_files import open_files

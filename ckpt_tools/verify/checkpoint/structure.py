@@ -15,7 +15,7 @@ from ckpt_tools.errors import CkptError, UnsupportedCheckpointError
 from ckpt_tools.execute.move.source_reader import frame_reads, has_stores
 from ckpt_tools.formats.dcp.metadata_read import METADATA
 from ckpt_tools.formats.dcp.save_plans import plan_problem
-from ckpt_tools.formats.safetensors.rank_shards import what_is_not_told
+from ckpt_tools.formats.safetensors import what_is_not_told
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.storage.prefetch import reading_ahead
 from ckpt_tools.formats.torch_archive.item_reader import find_tensor, outline_object

@@ -13,10 +13,8 @@ import numpy as np
 
 from ckpt_tools.execute.move.read_box import BoxReader
 from ckpt_tools.execute.move.source_reader import index_of
-from ckpt_tools.execute.processes.spread import Tick, begun
-from ckpt_tools.execute.proof.check_masters import compare_all_masters
-from ckpt_tools.execute.proof.compare_blocks import Seen, in_step
-from ckpt_tools.execute.proof.rounding import unlike
+from ckpt_tools.execute.processes.team import Tick, start_jobs
+from ckpt_tools.execute.proof.masters import Seen, compare_all_masters, in_step, rounding_mismatch
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.torch_archive.item_reader import load_object
 from ckpt_tools.model.box import Box
@@ -173,7 +171,7 @@ def comparing(
         for reader in readers:
             opened.callback(reader.close)
         results = opened.enter_context(
-            begun(
+            start_jobs(
                 compare,
                 parts,
                 sizes=bytes_of(parts, *sides),
@@ -228,7 +226,7 @@ def _are_alike(blocks: Sequence[Array], types: Sequence[str]) -> bool:
     if len(blocks) != 3:
         return len(blocks) == 2 or are_same_bits(blocks[2], blocks[3])
     masters, weights = (blocks[n].view(numpy_dtype(types[n])) for n in (0, 2))
-    return not unlike(masters, types[0], weights, types[2]).any()
+    return not rounding_mismatch(masters, types[0], weights, types[2]).any()
 
 
 def _weight_rows(

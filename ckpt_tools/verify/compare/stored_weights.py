@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from ckpt_tools.execute.move.read_box import BoxReader
-from ckpt_tools.execute.proof.rounding import unlike
+from ckpt_tools.execute.proof.masters import rounding_mismatch
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.kernels.casts import Array, cast, numpy_dtype, raw_dtype
@@ -93,7 +93,7 @@ class WeightsComparison:
         return sum(w.nbytes for w in weights if w is not None)
 
     def _unlike(self, masters: Sequence[Array], side: int, weights: Array) -> Array:
-        return unlike(masters[side], self._masters[side], weights, self._dtypes[0])
+        return rounding_mismatch(masters[side], self._masters[side], weights, self._dtypes[0])
 
     def _rounded(self, masters: Array, dtype: str, weights: Array, different: Array) -> Array:
         """The masters as weights, and the weights themselves where they are one of two equally near ones."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from ckpt_tools.errors import CkptError
 from ckpt_tools.execute.move.source_reader import frame_reads, has_stores, store_ranges
-from ckpt_tools.execute.processes.spread import Tick, begun
+from ckpt_tools.execute.processes.team import Tick, start_jobs
 from ckpt_tools.formats.storage import crc
 from ckpt_tools.formats.storage.files import Files, readable_size
 from ckpt_tools.formats.storage.prefetch import Range
@@ -89,7 +89,7 @@ def scanning(
     pairs = pairs or {}
     jobs = (*_jobs(files, catalog, set(pairs.values())), *_archive_files(files))
     works = sorted(_beside(jobs, pairs), key=lambda work: work[0].item)
-    with begun(
+    with start_jobs(
         scan,
         works,
         sizes=[sum(job.nbytes for job in work) for work in works],

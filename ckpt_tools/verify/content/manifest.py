@@ -21,7 +21,7 @@ from typing import Any
 
 from ckpt_tools.errors import CkptError, StorageError, UsageError
 from ckpt_tools.execute.move.read_box import BoxReader
-from ckpt_tools.execute.processes.spread import Tick, spread
+from ckpt_tools.execute.processes.team import Tick, spread
 from ckpt_tools.formats.storage.files import Files, readable_size
 from ckpt_tools.formats.untrusted_documents import DocumentError, parse_json, read_named_file
 from ckpt_tools.megatron.run_state.record import RECORD_FILE

@@ -13,7 +13,7 @@ from math import prod
 from typing import NamedTuple, Protocol, TypeVar
 
 from ckpt_tools.execute.move.read_box import BoxReader
-from ckpt_tools.execute.processes.spread import Reads, Tick, spread
+from ckpt_tools.execute.processes.team import Reads, Tick, spread
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.storage.prefetch import Range
 from ckpt_tools.model.box import Box, full_box

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.execute.processes.spread import Tick
-from ckpt_tools.execute.proof.rounding import are_near, unlike
+from ckpt_tools.execute.processes.team import Tick
+from ckpt_tools.execute.proof.masters import rounding_mismatch, surely_rounds
 from ckpt_tools.formats.storage import crc
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.torch_archive.item_reader import Stretch, find_tensor
@@ -97,11 +97,11 @@ def scan_beside(
                 sums[n] = crc.crc32(block.data, sums[n])
             values = blocks[0].view(np.float32), blocks[1].view(np.uint16)
             weights.add(blocks[1], "bfloat16")
-            if rounds and weights.are_finite and are_near(*values):
+            if rounds and weights.are_finite and surely_rounds(*values):
                 masters.elements += count
             else:
                 masters.add(blocks[0], "float32")
-                rounds = rounds and not unlike(values[0], "float32", values[1], "bfloat16").any()
+                rounds = rounds and not rounding_mismatch(values[0], "float32", values[1], "bfloat16").any()
             tick(6 * count)
     except CkptError:  # told by who reads each alone
         return (

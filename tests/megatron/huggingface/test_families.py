@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_tools.formats.safetensors.catalog import read_safetensors_catalog
+from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.megatron.huggingface.config.codecs import REQUIRED
 from ckpt_tools.megatron.huggingface.config.config import in_v4_form, read_config
 from ckpt_tools.megatron.huggingface.families.families import FAMILIES, Families

@@ -38,7 +38,7 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_positions import (
 )
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import ALIGNMENT, FP8, Bucket, Buffer, Piece
 from ckpt_tools.model.dtypes import itemsize
-from ckpt_tools.model.kernels.fp8_weights import is_quantization
+from ckpt_tools.model.kernels.fp8_weights import merged, survey, too_far
 from ckpt_tools.model.roles import MASTER
 
 if TYPE_CHECKING:
@@ -346,7 +346,11 @@ def _fp8_mismatch(stretch: Stretch, reader: Reader) -> str | None:
             masters = reader.flat(master, start + at, count).view("<f4")
             yield masters, reader.chunk(piece.chunk, piece.dtype, piece.first + at, count)
 
-    return None if is_quantization(parts, piece.dtype, piece.box.size[-1]) else problem
+    shard = merged(survey(*part, piece.dtype) for part in parts())
+    if shard.equal == shard.elements:
+        return None
+    is_explained = shard.is_fp8 and not any(too_far(*part, piece.dtype, shard).any() for part in parts())
+    return None if is_explained else problem
 
 
 def _differing_copies(stretches: Iterable[Stretch], reader: Reader) -> list[str]:

@@ -1,17 +1,23 @@
 """Safetensors: a Hugging Face model directory's files as a `Catalog`, and the header of a file to be written.
 
-A file is: 8 bytes little-endian header length, a JSON header (ours are filled up with spaces to a multiple of 8), the
-data. The header gives every tensor's dtype,
-shape and byte range in the data; ranges must follow one another without gap or overlap from 0 to the end of the
-file (safetensors `Metadata::validate`). Nothing is handed out before all of that holds for every file.
+A file is: 8 bytes little-endian header length, a JSON header (ours are filled up with spaces to a multiple of 8),
+the data. The header gives every tensor's dtype, shape and byte range in the data; ranges must follow one another
+without gap or overlap from 0 to the end of the file (safetensors `Metadata::validate`). Nothing is handed out before
+all of that holds for every file.
 
 What the safetensors library refuses is refused here too, so that no file means something to this tool that it does
 not mean to others: other encodings than UTF-8, NaN, lone surrogates, sizes that overflow 64 bits on the way.
+
+torch's HuggingFaceStorageWriter lets every rank write its part of a model (`save_distributed`): rank R writes
+`shard-R-model-I-of-N.safetensors` for every file I that holds some of what it has. Where a part stands in its tensor
+is in the header, in `__metadata__` under DCP_SHARDING_INFO: `{name: {"saved_offsets": [...]}}`, as JSON in a text.
+The whole tensor's shape is not stored: it is where its parts end.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
@@ -23,15 +29,99 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, list_problems
-from ckpt_tools.formats.safetensors.rank_shards import joined, lacking_files, parts_of_ranks, placed
 from ckpt_tools.formats.storage.files import Files, path_in, read_whole
 from ckpt_tools.formats.storage.open_files import open_files
-from ckpt_tools.model.box import full_box
+from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import MAX_DIMENSIONS, Catalog, Chunk, Item, TensorEntry
 from ckpt_tools.model.dtypes import itemsize
 
 if TYPE_CHECKING:
     from ckpt_tools.model.transfers import TensorInfo
+
+
+_NAME = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")  # torch _hf_utils.py `_gen_file_name`
+_MOST_FILES = 100_000
+_PLACES, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+
+
+def parts_of_ranks(names: Iterable[str]) -> list[str]:
+    """The names that are those of ranks' parts."""
+    return sorted(name for name in names if _NAME.fullmatch(name))
+
+
+def lacking_files(names: Iterable[str]) -> list[str]:
+    """What the names of the parts say is not there: a rank need not have some of every file, but one has."""
+    found = [match for name in names if (match := _NAME.fullmatch(name))]
+    ends = {int(match[3]) for match in found}
+    if len(ends) > 1:
+        return [f"parts of models of {' and of '.join(map(str, sorted(ends)))} files"]
+    there, count = {int(match[2]) for match in found}, max(ends, default=0)
+    if count > _MOST_FILES:  # a name can say any number
+        return [f"parts of a model of {count:,} files, of which {len(there):,} are there"]
+    return [
+        f"no rank's part of file {number} of {count}" for number in range(1, count + 1) if number not in there
+    ]
+
+
+def what_is_not_told(names: Iterable[str]) -> str:
+    """What nobody can see in the ranks' parts `names`: that the last rows of all tensors are not there."""
+    ranks = {int(match[1]) for name in names if (match := _NAME.fullmatch(name))}
+    if not ranks:
+        return ""
+    gaps = max(ranks) - min(ranks) + 1 - len(ranks)
+    absent = f", without {gaps:,} between them" if gaps else ""
+    return (
+        f"parts of {len(ranks):,} ranks, {min(ranks)} to {max(ranks)}{absent}: no file says how many ranks "
+        "there were or how long a tensor is, so that a lost last part cannot be seen here; import-hf compares with "
+        "config.json"
+    )
+
+
+def placed(name: str, found: Mapping[str, TensorEntry], notes: Mapping[str, str]) -> dict[str, TensorEntry]:
+    """The tensors of a rank's file with their chunks where they belong; shapes are those of the parts still."""
+    try:
+        places = json.loads(notes[_PLACES], object_pairs_hook=_unique)
+    except KeyError as error:
+        raise ValueError(f"{name}: no {_PLACES} in its header, which says where the parts belong") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{name}: {_PLACES} in its header does not say where the parts belong: {error}"
+        ) from error
+    return {key: _moved(name, entry, places) for key, entry in found.items()}
+
+
+def _moved(name: str, entry: TensorEntry, places: Any) -> TensorEntry:
+    match places:
+        case {entry.key: {"saved_offsets": list(offsets)}} if len(offsets) == len(entry.shape):
+            pass
+        case _:
+            raise ValueError(
+                f"{name}: {_PLACES} has no {_OFFSETS} of {len(entry.shape)} numbers for {entry.key}"
+            )
+    if not all(type(n) is int and 0 <= n < 1 << 60 for n in offsets):
+        raise ValueError(f"{name}: {entry.key} cannot stand at {offsets}")
+    (chunk,) = entry.chunks
+    return replace(entry, chunks=(Chunk(Box(tuple(offsets), entry.shape), chunk.item),))
+
+
+def joined(parts: Iterable[TensorEntry]) -> TensorEntry:
+    """One tensor of its parts, in the order of their places."""
+    parts = list(parts)
+    forms = {(part.dtype, len(part.shape)) for part in parts}
+    if len(forms) > 1:
+        said = " and ".join(f"{dtype} of {n} dimensions" for dtype, n in sorted(forms))
+        raise ValueError(f"{parts[0].key}: its parts are {said}")
+    chunks = sorted(chunk for part in parts for chunk in part.chunks)
+    shape = tuple(map(max, zip(*(chunk.box.stop for chunk in chunks), strict=True)))
+    whole = replace(parts[0], shape=shape, chunks=tuple(chunks))
+    held = sum(chunk.box.volume for chunk in chunks)
+    if held != whole.numel:
+        what = "leave holes" if held < whole.numel else "overlap"
+        raise ValueError(
+            f"{whole.key}: its parts {what}: {held:,} elements for {list(shape)}; is each rank's file there?"
+        )
+    return whole
+
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 MAX_INDEX_BYTES = 128 << 20  # a million tensors
@@ -194,11 +284,7 @@ def _instead(names: list[str]) -> str:
 
 
 def refuse_pointers(files: Files, names: Iterable[str]) -> None:
-    """Nothing, when no file is a Git LFS pointer: a few lines that stand for a file which was not fetched.
-
-    Raises:
-        UnsupportedCheckpointError: some are.
-    """
+    """Raise UnsupportedCheckpointError if a file is a Git LFS pointer."""
     pointers = []
     for name in sorted(names):
         size = files.size(name) if files.exists(name) else 0

@@ -13,43 +13,159 @@ and a hidden partial directory; the next one cleans up or goes on from it.
 
 The name of the partial directory can be guessed, so somebody may have put something there: a link to a directory, a
 lock that is a link to a file. It is held open as a handle, belongs to this user alone (0700), and what is in it is
-used or removed only if this tool made it (`execute.folders`). Nothing that a link points to is ever touched.
+used or removed only if this tool made it (`folders`). Nothing that a link points to is ever touched.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
 
-from ckpt_tools.errors import StorageError
+from ckpt_tools.errors import CkptError, Interrupted, StorageError, Terminated, UsageError
 from ckpt_tools.execute.output.access import Access, access_of, common_access, give_group, make_folder
-from ckpt_tools.execute.output.fileio import preallocate, storage_errors
+from ckpt_tools.execute.output.fileio import check_direct, preallocate, storage_errors
 from ckpt_tools.execute.output.finished import has_files, lengths
 from ckpt_tools.execute.output.folders import Folder, Foreign, Place, exchange, move, temporary_name
 from ckpt_tools.execute.output.journal import Journal
-from ckpt_tools.execute.output.vacant import (
-    DATA,
-    JOURNAL,
-    LOCK,
-    MARKER,
-    REPLACED,
-    allocated,
-    cannot_be_made,
-    check_final,
-    check_own,
-    check_space,
-    lock_output,
-    not_own,
-    partial_of,
-    stopped,
-)
 from ckpt_tools.execute.write_job import Found
-from ckpt_tools.plan.holes import Hole, hole_bytes
+from ckpt_tools.formats.locate.owned_files import TEMPLATES, refuse_foreign
+from ckpt_tools.human import counted, human_bytes
+from ckpt_tools.plan.build import Hole, hole_bytes
+
+LOCK, MARKER, DATA, REPLACED, JOURNAL = "lock", "publishing", "checkpoint", "replaced", "journal"
+_OWN = re.compile(rf"{LOCK}|{MARKER}|{DATA}|{REPLACED}|{JOURNAL}|(spool|direct)-\w+|\.[0-9a-f]{{16}}\.tmp")
+
+
+def check_final(
+    parent: Folder,
+    final: Path,
+    overwrite: bool,
+    written: Collection[str],
+    sources: Iterable[Path],
+    stands: Path | None = None,
+) -> str | None:
+    """What is replaced, for an output that is absent, empty (None) or to be replaced.
+
+    Args:
+        written: the names of the new output's files.
+        sources: the directories that it is made of.
+        stands: the directory that a process killed while replacing it has moved out of the place of `final`.
+    """
+    status = parent.status(final.name) if stands is None else os.lstat(stands)
+    if status is None:
+        return None
+    if not stat.S_ISDIR(status.st_mode):
+        raise UsageError(f"{final} exists and is not a directory; choose another output")
+    if final.is_mount():
+        raise UsageError(f"{final} is a mount point, which cannot be replaced; choose a directory inside it")
+    old = stands or final
+    if not any(old.iterdir()):
+        return None
+    if not overwrite:
+        raise UsageError(f"{final} is not empty; choose another output or replace it with --overwrite")
+    _refuse_sources(final, sources)
+    return replaced(str(final), lambda name: _entries(old / name), written)
+
+
+def replaced(
+    where: str,
+    sizes: Callable[[str], Mapping[str, int | None]],
+    written: Collection[str],
+    *,
+    is_unfinished: bool = False,
+) -> str:
+    """What the one checkpoint at `where` is, which may be replaced. `sizes` are those in a folder, as
+    `Store.sizes`.
+    """
+    found = dict(sizes(""))
+    for folder in {TEMPLATES, *(name.rpartition("/")[0] for name in written)} & found.keys():
+        if found[folder] is None:
+            del found[folder]
+            found |= {f"{folder}/{name}": size for name, size in sizes(folder).items()}
+    names = [name if size is not None else f"{name}/" for name, size in found.items()]
+    kind = refuse_foreign(where, names, written, is_unfinished=is_unfinished)
+    return f"{kind}: {counted(len(found), 'file')}, {human_bytes(sum(size or 0 for size in found.values()))}"
+
+
+def _entries(folder: Path) -> dict[str, int | None]:
+    """As `Store.sizes`; what is neither a file nor a link to one counts as a folder."""
+    with storage_errors(folder):
+        if folder.is_symlink():
+            return {"": None}
+        return {one.name: one.stat().st_size if one.is_file() else None for one in folder.iterdir()}
+
+
+def _refuse_sources(final: Path, sources: Iterable[Path]) -> None:
+    """Raise UsageError if a file of the sources lies in the output, perhaps by links, or the output in one."""
+    target = Path(os.path.realpath(final))
+    for source in sources:
+        with storage_errors(source):
+            linked = [path for path in source.iterdir() if path.is_symlink()]
+        files = [Path(os.path.realpath(path)) for path in (source, *linked)]
+        if target.is_relative_to(files[0]) or any(file.is_relative_to(target) for file in files):
+            raise UsageError(
+                f"{final} is not replaced: files of the source {source} lie in it, or it lies in the source. Choose "
+                "another output."
+            )
+
+
+def output_blocked_error(folder: Path) -> UsageError:
+    """What to say of a folder on whose way something else stands."""
+    return UsageError(f"{folder} cannot be made: a file stands in its way; choose another output")
+
+
+def interrupted_error(partial: Path) -> UsageError:
+    """What to say of work that was stopped, and that no option says what to do with."""
+    return UsageError(
+        f"{partial} holds a conversion that was stopped. Go on from it with --resume, or start anew with --overwrite."
+    )
+
+
+def can_go_on(error: BaseException) -> bool:
+    """Whether `--resume` may go on from work that ended so: after damage, or masters that do not round, it cannot."""
+    to_go_on = (StorageError, UsageError, Interrupted, Terminated)
+    return isinstance(error, to_go_on) or not isinstance(error, CkptError)
+
+
+def check_own(folder: Folder) -> None:
+    """Raise Foreign if somebody else has put something into a partial directory."""
+    names = folder.names()
+    if names and LOCK not in names:
+        raise foreign_file_error(folder, names[0])
+    for name in names:
+        if not _OWN.fullmatch(name):
+            raise foreign_file_error(folder, name)
+
+
+def foreign_file_error(folder: Folder, name: str) -> Foreign:
+    """What to say of a name in the partial directory that is not this tool's."""
+    return Foreign(
+        f"{folder.path} is where the output would be made, but it holds {name}, which this tool did not put there. "
+        "Move it away, or choose another output."
+    )
+
+
+def lock_output(lock: int, final: Path, kind: int = fcntl.LOCK_EX) -> None:
+    """Lock the open file `lock` of the output `final`."""
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(lock, 100, 0).decode(errors="replace")
+        raise UsageError(f"{final} is being written by another converter ({owner})") from None
+
+
+def allocated(data: Folder) -> int:
+    """Bytes that the file system has set aside for the files of a directory."""
+    found = [data.status(name) for name in data.names()]
+    return sum(status.st_blocks * 512 for status in found if status)
+
 
 _MARKER_BYTES, _LOCK_BYTES = 1 << 12, 1 << 10
 
@@ -71,7 +187,10 @@ class Staging:
     ) -> None:
         self.final = final
         self._digest, self._sizes, self._holes = digest, sizes, holes or {}
-        self.partial = partial_of(final)
+        self._nbytes = sum(sizes.values()) - hole_bytes(
+            self._holes
+        )  # that the file system must have room for
+        self.partial = final.parent / f".{final.name}.ckpt_tools-partial"
         self.data = self.partial / DATA
         self.journal = Journal(self.partial / JOURNAL, self.folder)
         self._parent: Folder | None = None
@@ -127,6 +246,50 @@ class Staging:
             self._unmake_parents()
             raise
 
+    def look(
+        self, overwrite: bool, resume: bool, direct: bool, check_journal: Callable[[Journal], None]
+    ) -> None:
+        """Raise what `acquire` and `create_files` would; nothing is made."""
+        above = next(f for f in (self.final.parent, *self.final.parent.parents) if f.exists())
+        if not above.is_dir():
+            raise output_blocked_error(self.final.parent)
+        present = 0
+        try:
+            with storage_errors(above), Folder.named(above) as folder:
+                if above == self.final.parent:
+                    present = self._look_inside(overwrite, resume, check_journal)
+                if not os.access(above, os.W_OK | os.X_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+                made = (*self.final.parent.relative_to(above).parts, self.partial.name)
+                if any(len(os.fsencode(name)) > os.pathconf(above, "PC_NAME_MAX") for name in made):
+                    raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+                self._check_space(folder, self._nbytes - present)
+        finally:
+            self.release()
+        if direct:
+            check_direct(above)
+
+    def _look_inside(self, overwrite: bool, resume: bool, check_journal: Callable[[Journal], None]) -> int:
+        """`look` at what lies in the output's parent; bytes that a stopped conversion has set aside for this one."""
+        stands, present, parent = None, 0, self.parent()
+        if parent.exists(self.partial.name):
+            folder = self.folder()
+            check_own(folder)
+            if folder.exists(LOCK):
+                with os.fdopen(folder.open(LOCK, os.O_RDONLY), "rb") as lock:
+                    lock_output(lock.fileno(), self.final, fcntl.LOCK_SH)
+            if folder.exists(REPLACED) and not parent.exists(self.final.name):
+                stands = self.partial / REPLACED
+            if self.journal.exists():
+                if not (resume or overwrite):
+                    raise interrupted_error(self.partial)
+                if resume:
+                    check_journal(self.journal)
+                    with suppress(FileNotFoundError), folder.enter(DATA) as data:
+                        present = allocated(data)
+        check_final(parent, self.final, overwrite, self._written, self._sources, stands)
+        return present
+
     def _make_parent(self) -> None:
         missing = []
         for folder in (self.final.parent, *self.final.parent.parents):
@@ -142,7 +305,7 @@ class Staging:
         except (Foreign, StorageError, FileExistsError, NotADirectoryError):
             if self.final.parent.is_dir():
                 raise
-            raise cannot_be_made(self.final.parent) from None
+            raise output_blocked_error(self.final.parent) from None
 
     def _examine(self, overwrite: bool, resume: bool) -> Found:
         self._undo_half_replacement()
@@ -158,7 +321,7 @@ class Staging:
         if resume and self.journal.exists() and self._has_own_data():
             return "unfinished"
         if self.journal.exists() and not (overwrite or resume):
-            raise stopped(self.partial)
+            raise interrupted_error(self.partial)
         folder = self.folder()
         folder.remove(MARKER)  # before the rest: it must not vouch for what is written next
         self._clear()
@@ -228,7 +391,7 @@ class Staging:
         written = os.pread(fd, _LOCK_BYTES, 0)
         if written and not written.startswith(b"process "):
             os.close(fd)
-            raise not_own(folder, LOCK)
+            raise foreign_file_error(folder, LOCK)
         return fd
 
     def _is_there(self, lock: int) -> bool:
@@ -266,9 +429,7 @@ class Staging:
         with self.open_data() as data:
             with storage_errors(self.data):
                 present = allocated(data)
-            check_space(
-                self.folder(), self.final, sum(self._sizes.values()) - hole_bytes(self._holes) - present
-            )
+            self._check_space(self.folder(), self._nbytes - present)
             for name, size in self._sizes.items():
                 with storage_errors(self.data / name):
                     fd = data.open(name, os.O_RDWR | os.O_CREAT, self._access.file)
@@ -277,6 +438,17 @@ class Staging:
                         preallocate(fd, size, self._holes.get(name, ()))
                     finally:
                         os.close(fd)
+
+    def _check_space(self, at: Folder, nbytes: int) -> None:
+        """Raise StorageError if the file system of `at` has less than `nbytes` free."""
+        with storage_errors(at.path):
+            status = os.statvfs(at.fd)
+        free = status.f_bavail * status.f_frsize
+        if free < nbytes:
+            raise StorageError(
+                f"{self.final.parent} has {human_bytes(free)} free, but {self.final.name} needs "
+                f"{human_bytes(nbytes)}. Free some space, or choose another output."
+            )
 
     def _give_to_group(self, fd: int, folder: Folder) -> None:
         """A file's group is its directory's, as far as the access of the output says so."""

@@ -1,19 +1,21 @@
 """Proof that fp32 masters belong to the stored weights: rounded to the weights' type they are equal bit for bit.
 
-Of two bf16 weights that are as near, either may be stored.
+Of two bf16 weights that are as near, either may be stored. Weights that are held in FP8 are one more rounding away; a
+tensor that does not round is compared again with that in mind.
 
-Weights that are held in FP8 (`fp8_weights`) are one more rounding away; a tensor that does not round is looked at
-again.
+Masters equal their weights nearly always, and no element has to be put in its place to see that (`in_step`): where
+all tensors are cut alike, or lie in the order of their elements, every block is one read of each. Else a tile at a
+time is read as it lies, and what is in one piece on all sides is compared there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
-from itertools import chain, zip_longest
-from typing import TypeAlias
+from itertools import accumulate, chain, zip_longest
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -24,13 +26,10 @@ from ckpt_tools.errors import (
     VerificationError,
     list_problems,
 )
-from ckpt_tools.execute.move.read_box import BoxReader
+from ckpt_tools.execute.move.read_box import BoxReader, Region, Run
+from ckpt_tools.execute.move.source_reader import index_of
 from ckpt_tools.execute.processes.ranks import Ranks
-from ckpt_tools.execute.processes.spread import by_threads, even_shares
-from ckpt_tools.execute.processes.workers import shared_out
-from ckpt_tools.execute.proof.compare_blocks import Seen, in_step
-from ckpt_tools.execute.proof.fp8_masters import HALF_TYPES, Fp8Comparison, describe_element
-from ckpt_tools.execute.proof.rounding import unlike
+from ckpt_tools.execute.processes.team import by_threads, even_shares, with_workers
 from ckpt_tools.execute.write_job import WriteOptions
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.storage.prefetch import Range
@@ -38,12 +37,139 @@ from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.choices import CheckLevel
 from ckpt_tools.model.dtypes import itemsize
-from ckpt_tools.model.kernels.casts import Array, numpy_dtype
+from ckpt_tools.model.kernels.casts import Array, cast, numpy_dtype, raw_dtype
+from ckpt_tools.model.kernels.fp8_weights import (
+    Survey,
+    merged,
+    survey,
+    too_far,
+)
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.model.transfers import Transfer
-from ckpt_tools.plan.byte_runs import row_major_tiles
-from ckpt_tools.plan.overlap import ChunkFinder, TargetReader
-from ckpt_tools.plan.strategy import transfers_into
+from ckpt_tools.plan.byte_runs import is_run, row_major_tiles
+from ckpt_tools.plan.overlap import ChunkFinder, TargetReader, transfers_into
+
+
+def rounding_mismatch(masters: Array, master_dtype: str, weights: Array, dtype: str) -> Array:
+    """Where masters do not round to weights; any NaN equals any other."""
+    if (master_dtype, dtype) == ("float32", "bfloat16") and surely_rounds(masters, weights):
+        return np.zeros(masters.shape, bool)
+    rounded = cast(masters, master_dtype, dtype)
+    bits = raw_dtype(dtype)
+    different: Array = rounded.view(bits) != weights.view(bits)
+    if different.any():
+        different &= ~(_is_nan(rounded, dtype) & _is_nan(weights, dtype))
+        if (master_dtype, dtype) == ("float32", "bfloat16"):
+            different &= ~_is_tie(masters, weights)
+    return different
+
+
+def surely_rounds(masters: Array, weights: Array) -> bool:
+    """Whether fp32 masters hold no NaN and lie at most half a step from their bf16 weights, the next ones then.
+
+    Masters of finite weights are finite then, too. Bits of one sign are ordered like the numbers, so a difference of
+    bits tells, in fewer passes than rounding. That between a NaN and a zero of the other sign is small, so NaNs are
+    looked for: they are what the largest of numbers is, if there is one among them.
+    """
+    flat = np.ascontiguousarray(masters).reshape(-1)
+    with np.errstate(invalid="ignore"):  # of signalling NaNs
+        if not flat.size or np.isnan(flat.max()):
+            return False
+    apart = weights.reshape(-1).view(np.uint16).astype(np.uint32)
+    apart <<= 16
+    np.subtract(flat.view(np.uint32), apart, out=apart)
+    apart += 1 << 15
+    return bool(apart.max() <= 1 << 16)
+
+
+def _is_tie(masters: Array, weights: Array) -> Array:
+    """Where fp32 masters lie in the middle of two bf16 numbers and the weight is one of them.
+
+    torch takes the even one, the fused Adam that splits masters in weight and remainder the one further from zero.
+    """
+    bits = masters.view(np.uint32)
+    lower, upper = bits >> 16, (bits >> 16) + 1
+    tie: Array = (bits & 0xFFFF == 1 << 15) & ((weights == lower) | (weights == upper))
+    return tie
+
+
+def _is_nan(values: Array, dtype: str) -> Array:
+    return np.isnan(cast(values, dtype, "float32"))
+
+
+_BLOCK_ELEMS = 1 << 16  # of each tensor: with what is made of them they fit a cache of 1 MiB
+_TILE_ELEMS = 1 << 18  # of tensors that are cut in different ways, which takes some time a tile
+
+
+class Seen(NamedTuple):
+    """A tensor, and who reads it."""
+
+    reader: BoxReader
+    tensor: TargetTensor
+
+
+def in_step(seen: Sequence[Seen], box: Box) -> Iterator[tuple[Array, ...]]:
+    """The elements of `box`, each once and in some order, as blocks of raw bits: the same ones of every tensor.
+
+    Blocks of one shape, at any strides, are valid until the next. It ends early where something cannot be read: who
+    has not got all elements reads them in order, and is told there what is wrong.
+    """
+    with suppress(CkptError):
+        runs = [one.reader.runs(one.tensor, box) for one in seen]
+        boxes = [[run.box for run in side] for side in runs]
+        cut_alike = all(side == boxes[0] for side in boxes)
+        if all(boxes) and (cut_alike or all(is_run(b, box.size) for side in boxes for b in side)):
+            yield from _by_runs(runs, [raw_dtype(one.tensor.dtype) for one in seen])
+            return
+        reads = [one.reader.regions(one.tensor, box) for one in seen]
+        for tile in row_major_tiles(box, _TILE_ELEMS):
+            yield from _common([read(tile) for read in reads])
+
+
+def _common(sides: Sequence[Sequence[Region]]) -> Iterator[tuple[Array, ...]]:
+    """The elements of every side in each box that is inside of one region of all."""
+    common: list[tuple[Box, tuple[Array, ...]]] = [(region.box, (region.elements,)) for region in sides[0]]
+    for side in sides[1:]:
+        common = [
+            (both, (*(_cut(one, box, both) for one in elements), _cut(region.elements, region.box, both)))
+            for box, elements in common
+            for region in side
+            if (both := box.intersect(region.box)) is not None
+        ]
+    for _, elements in common:
+        yield elements
+
+
+def _cut(elements: Array, box: Box, part: Box) -> Array:
+    return elements if part == box else elements[index_of(part.relative_to(box))]
+
+
+def _by_runs(runs: Sequence[Sequence[Run]], types: Sequence[np.dtype[Any]]) -> Iterator[tuple[Array, ...]]:
+    """Blocks of tensors that lie in runs, which are sorted by where they begin: they follow each other, as they tile
+    one box, and are either the same of every tensor or row-major ranges."""
+    ends = [list(accumulate(run.box.volume for run in side)) for side in runs]
+    buffers = [np.empty(_BLOCK_ELEMS, dtype) for dtype in types]
+    places, at = [0] * len(runs), 0
+    while at < ends[0][-1]:
+        left = [end[place] - at for end, place in zip(ends, places, strict=True)]
+        count = min(_BLOCK_ELEMS, *left)
+        blocks = tuple(buffer[:count] for buffer in buffers)
+        for side, place, remaining, block in zip(runs, places, left, blocks, strict=True):
+            side[place].read(side[place].box.volume - remaining, block)
+        yield blocks
+        at += count
+        places = [place + (n == count) for place, n in zip(places, left, strict=True)]
+
+
+def describe_element(
+    target: TargetTensor, dtype: str, masters: Array, weights: Array, box: Box, at: tuple[int, ...]
+) -> str:
+    """One element of `box`, at `at` in it, with its two values."""
+    element = ", ".join(str(i + a) for i, a in zip(at, box.start, strict=True))
+    master = cast(masters[at].reshape(1), target.dtype, "float64").item()
+    weight = cast(weights[at].reshape(1), dtype, "float64").item()
+    return f"{target.key}[{element}]: master {master!r}, stored {dtype} weight {weight!r}"
+
 
 _TILE_ELEMS = 1 << 18  # compared at a time: what a comparison holds of them stays in the cache
 _PART_ELEMS = 1 << 22  # compared by one thread in a row
@@ -54,13 +180,12 @@ _REMAINDERS = ": all are whole numbers of 16 bits"
 
 @dataclass(frozen=True, slots=True)
 class MastersReport:
-    """What was compared. Weights held in FP8 are counted among `tensors`, those that no scale explains apart too."""
+    """What was compared."""
 
     tensors: int = 0
     elements: int = 0
     elements_in_all: int = 0
-    fp8: int = 0
-    fp8_by_position: int = 0
+    fp8: int = 0  # of `tensors`, with weights held in FP8
 
 
 def check_masters(
@@ -87,7 +212,7 @@ def check_masters(
 
 
 def refuse_masters(problems: Sequence[str], advice: str | None = None) -> None:
-    """Nothing, where `compare_masters` has found no problem. Raises as `check_masters`."""
+    """Raise the error of `check_masters` if `compare_masters` has found problems."""
     if not problems:
         return
     advice = advice or "With --weights-only the stored weights are converted, without an optimizer."
@@ -114,11 +239,7 @@ def describe_masters(report: MastersReport, level: CheckLevel) -> str:
     )
     if not report.fp8:
         return rounds
-    if not report.fp8_by_position:
-        how = ": a scale of the E4M3 format explains every element"
-    else:
-        how = f", {report.fp8_by_position:,} proven by position only: no one scale explains every element"
-    return f"{rounds}; {report.fp8:,} of the weights are held in FP8{how}"
+    return f"{rounds}; {report.fp8:,} of the weights are held in FP8: their masters lie within half a step of E4M3"
 
 
 def compare_masters(
@@ -142,17 +263,15 @@ def compare_masters(
     try:
         comparisons = [_comparison(reader, target) for target in wanted]
         elements, first = _compare_plainly(comparisons, level, boxes, threads, reader.is_remote, tick)
-        with ThreadPoolExecutor(threads) as pool:  # an error ends `map`, which calls off what has not begun
-            proven = _compare_as_fp8(first, level, boxes, pool, fp8_recipe) if fp8_recipe else {}
+        proven = _compare_as_fp8(first, level, boxes, threads) if fp8_recipe else {}
     finally:
         reader.close()
-    elements.update({c: found.elements for c, found in proven.items()})
+    elements.update(proven)
     report = MastersReport(
         tensors=len(wanted),
         elements=sum(elements.values()),
         elements_in_all=sum(math.prod(t.shape) for t in wanted),
         fp8=len(proven),
-        fp8_by_position=sum(not found.is_exact for found in proven.values()),
     )
     return report, list(first.values())
 
@@ -181,7 +300,7 @@ def compare_all_masters(
     if not left:
         return report, []
     nbytes = sum(map(_bytes_of, left))
-    with shared_out(nbytes, WriteOptions(threads=threads, workers=workers), Ranks()) as (ranks, _):
+    with with_workers(nbytes, WriteOptions(threads=threads, workers=workers), Ranks()) as (ranks, _):
         mine = share_of(left, "all", ranks)
 
         def compare() -> tuple[MastersReport, list[str]] | None:
@@ -284,21 +403,24 @@ def _compare_plainly(
 
 
 def _compare_as_fp8(
-    first: dict[_Comparison, str], level: CheckLevel, boxes: _Boxes, pool: ThreadPoolExecutor, recipe: str
-) -> dict[_Comparison, Fp8Comparison]:
-    """The tensors of `first` again, as weights held in FP8: those that are proven leave it and are returned."""
-    found = {
-        c: Fp8Comparison(c.target, c.dtype, c.masters, c.weights, c.transfers, recipe)
-        for c in first
-        if c.can_be_fp8
-    }
-    parts = [(c, box) for c in found for box in _parts(c, level)]
-    list(pool.map(lambda part: found[part[0]].collect(boxes(part[1])), parts))
-    list(pool.map(Fp8Comparison.judge, found.values()))
-    located = list(pool.map(lambda part: found[part[0]].locate(boxes(part[1])), parts))
+    first: dict[_Comparison, str], level: CheckLevel, boxes: _Boxes, threads: int
+) -> dict[_Comparison, int]:
+    """The tensors of `first` again, as weights held in FP8: those that are proven leave it; elements of each."""
+    parts = [(c, box) for c in first if c.can_be_fp8 for box in _parts(c, level)]
+    shards: dict[_Comparison, dict[Item, list[Survey]]] = {}
+    surveyed = by_threads(lambda part: part[0].survey(boxes(part[1])), parts, threads)
+    for (comparison, _), found in zip(parts, surveyed, strict=True):
+        for item, one in found.items():
+            shards.setdefault(comparison, {}).setdefault(item, []).append(one)
+    held = {c: {item: merged(some) for item, some in found.items()} for c, found in shards.items()}
+    whole = {c: merged(found.values()) for c, found in held.items()}
+    parts = [part for part in parts if part[0] in whole and whole[part[0]].is_fp8]
+    located = by_threads(lambda part: part[0].too_far(boxes(part[1]), held[part[0]]), parts, threads)
+    proven = {comparison: whole[comparison].elements for comparison, _ in parts}
     for (comparison, _), problem in reversed(list(zip(parts, located, strict=True))):
-        first[comparison] = problem or first[comparison]
-    proven = {c: one for c, one in found.items() if one.is_proven}
+        if problem is not None:
+            first[comparison] = problem
+            proven.pop(comparison, None)
     for comparison in proven:
         del first[comparison]
     return proven
@@ -341,13 +463,17 @@ class _Comparison:
         weights = replace(target, dtype=self.dtype, sources=target.must_round_to)
         self.masters, self.weights = reader.tensor(target), reader.tensor(weights)
         self._in_step = Seen(reader, target), Seen(reader, weights)
-        self.transfers = reader.transfers(weights)
+        self._transfers = reader.transfers(weights)
         self._reads = reader.reads(target), reader.reads(weights)
 
     @property
     def can_be_fp8(self) -> bool:
         """Whether Transformer Engine could hold such a weight in FP8: a matrix with fp32 masters."""
-        return len(self.target.shape) >= 2 and self.target.dtype == "float32" and self.dtype in HALF_TYPES
+        return (
+            len(self.target.shape) >= 2
+            and self.target.dtype == "float32"
+            and self.dtype in ("bfloat16", "float16")
+        )
 
     def rounds_in_step(self, box: Box, tick: Callable[[], None]) -> bool:
         """Whether a quick look at all of `box` shows that it has no difference; if not, nothing is known."""
@@ -356,7 +482,7 @@ class _Comparison:
         for blocks in in_step(self._in_step, box):
             tick()
             masters, weights = (b.view(numpy_dtype(dtype)) for b, dtype in zip(blocks, types, strict=True))
-            if unlike(masters, types[0], weights, types[1]).any():
+            if rounding_mismatch(masters, types[0], weights, types[1]).any():
                 return False
             elements += masters.size
         return elements == box.volume
@@ -368,12 +494,38 @@ class _Comparison:
     def difference(self, box: Box) -> str | None:
         """The first element of `box` whose master does not round to its weight; any NaN equals any other."""
         masters, weights = self.masters(box), self.weights(box)
-        different = unlike(masters, self.target.dtype, weights, self.dtype)
+        different = rounding_mismatch(masters, self.target.dtype, weights, self.dtype)
         if not different.any():
             return None
         at = np.unravel_index(int(different.argmax()), box.size)
         line = describe_element(self.target, self.dtype, masters, weights, box, tuple(map(int, at)))
         return line + _REMAINDERS if _are_remainders(masters) else line
+
+    def survey(self, boxes: Iterable[Box]) -> dict[Item, Survey]:
+        """What the weights are like in each stored chunk, as one rank has its own scales."""
+        found: dict[Item, list[Survey]] = {}
+        for item, _, masters, weights in self._by_chunk(boxes):
+            found.setdefault(item, []).append(survey(masters, weights, self.dtype))
+        return {item: merged(some) for item, some in found.items()}
+
+    def too_far(self, boxes: Iterable[Box], shards: Mapping[Item, Survey]) -> str | None:
+        """The first master that is farther from its weight than half a step of FP8."""
+        for item, box, masters, weights in self._by_chunk(boxes):
+            outside = too_far(masters, weights, self.dtype, shards[item])
+            if outside.any():
+                at = tuple(map(int, np.unravel_index(int(outside.argmax()), box.size)))
+                line = describe_element(self.target, self.dtype, masters, weights, box, at)
+                return f"{line}, which no FP8 scale explains"
+        return None
+
+    def _by_chunk(self, boxes: Iterable[Box]) -> Iterator[tuple[Item, Box, Array, Array]]:
+        """The elements of boxes, those of every stored chunk of the weights apart."""
+        for box in boxes:
+            masters, weights = self.masters(box), self.weights(box)
+            for part in self._transfers(box):
+                assert isinstance(part, Transfer)  # weights are stored
+                where = index_of(part.box)
+                yield part.item, part.box.shift(box.start), masters[where], weights[where]
 
 
 def _are_remainders(masters: Array) -> bool:

@@ -1,4 +1,4 @@
-"""Several processes of one machine that carry out one plan, without torch and without a launcher.
+"""Work shared by threads and forked processes of one machine, without torch and without a launcher.
 
 Threads of one Python process hold each other up long before a machine's memory does, so a large conversion is shared
 by processes. They are forked from the one that has made the plan, before it starts a thread: a worker costs some
@@ -12,6 +12,8 @@ milliseconds, and the plan is not made again. What they agree upon goes through 
 A process that was killed closes its pipe, so that nobody waits for it. One that is stopped (SIGSTOP, a debugger)
 keeps the others waiting for a minute, then it is killed. Where the system starts fewer processes than would help,
 those that there are do the work, unless a number was asked for.
+
+`spread` runs one function over many jobs, by threads of as many processes as help: all that only reads uses it.
 """
 
 from __future__ import annotations
@@ -24,29 +26,35 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
+from heapq import heapreplace
+from mmap import mmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ckpt_tools.cores import usable_cores
 from ckpt_tools.errors import CkptError, StorageError, UsageError
 from ckpt_tools.execute.processes.ranks import (
     PeerFailedError,
     Ranks,
-    ToldError,
+    SerializedError,
     all_problems,
     error_called,
-    go_on,
-    told_error,
+    noop,
+    serialize_error,
 )
 from ckpt_tools.execute.write_job import WriteOptions
 from ckpt_tools.formats.storage.io_pool import connections_of, rest
 from ckpt_tools.formats.storage.object_store import S3
+from ckpt_tools.formats.storage.prefetch import Range, reading_ahead
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
+
 
 T = TypeVar("T")
 
@@ -68,7 +76,7 @@ def default_workers(nbytes: int, options: WriteOptions, cores: int) -> int:
 
 
 @contextmanager
-def shared_out(
+def with_workers(
     nbytes: int, options: WriteOptions, ranks: Ranks, output: Path | str | None = None
 ) -> Iterator[tuple[Ranks, WriteOptions]]:
     """The ranks that move `nbytes`, and the options of each: this process alone, a launcher's, or forked workers."""
@@ -94,7 +102,7 @@ def shared_out(
         yield ranks, replace(options, workers=1)
         return
     with (
-        forked(workers, fewer_will_do=options.workers is None) as workers_ranks,
+        forked(workers, allow_fewer=options.workers is None) as workers_ranks,
         connections_of(workers_ranks.world),
     ):
         yield workers_ranks, replace(options, workers=workers_ranks.world)
@@ -115,7 +123,7 @@ def is_alone() -> bool:
 
 
 @contextmanager
-def forked(workers: int, fewer_will_do: bool = False) -> Iterator[WorkerRanks]:
+def forked(workers: int, allow_fewer: bool = False) -> Iterator[WorkerRanks]:
     """Run the block in this process and in `workers` - 1 copies of it; only this one leaves it.
 
     Whatever ends the block here ends it in the copies: they meet a closed pipe.
@@ -123,7 +131,7 @@ def forked(workers: int, fewer_will_do: bool = False) -> Iterator[WorkerRanks]:
     processes: list[int] = []
     with ExitStack() as pipes:
         try:
-            ranks = _fork(workers, processes, pipes, fewer_will_do)
+            ranks = _fork(workers, processes, pipes, allow_fewer)
             if ranks.rank:
                 with suppress(BaseException):  # told to rank 0 by `together`, or met there as a closed pipe
                     ranks.wait_for_all()
@@ -138,7 +146,7 @@ def forked(workers: int, fewer_will_do: bool = False) -> Iterator[WorkerRanks]:
                     os.waitpid(pid, 0)
 
 
-def _fork(workers: int, processes: list[int], pipes: ExitStack, fewer_will_do: bool) -> WorkerRanks:
+def _fork(workers: int, processes: list[int], pipes: ExitStack, allow_fewer: bool) -> WorkerRanks:
     """The ranks as seen by the process that returns: rank 0 for the caller, another one for each copy."""
     from multiprocessing.connection import Pipe  # 5 ms, and most that is small needs no other process
 
@@ -152,7 +160,7 @@ def _fork(workers: int, processes: list[int], pipes: ExitStack, fewer_will_do: b
                 pid = os.fork()
             except OSError as error:  # of processes or of memory there are no more
                 gc.unfreeze()
-                if fewer_will_do:
+                if allow_fewer:
                     theirs.close()
                     ours.close()
                     return WorkerRanks(0, rank, lines, processes)
@@ -176,7 +184,7 @@ class WorkerRanks(Ranks):
 
     def __init__(self, rank: int, world: int, lines: list[Connection], processes: list[int]) -> None:
         self.rank, self.world, self.processes = rank, world, processes
-        self.watch: Callable[[], None] = go_on
+        self.watch: Callable[[], None] = noop
         self._lines = lines  # of rank 0: to every worker; of a worker: to rank 0
         self._outcomes: dict[int, Any] = {}  # of rank 0: what has come of this step, by rank
         self._stopped: dict[int, int] = {}  # of rank 0: for how many looks each was found to stand still
@@ -228,7 +236,7 @@ class WorkerRanks(Ranks):
         except PeerFailedError:
             return {"error": None}
         except (CkptError, KeyboardInterrupt) as error:
-            return {"error": told_error(error)}
+            return {"error": serialize_error(error)}
         except BaseException:  # a defect: rank 0 shows where
             return {"error": ["", traceback.format_exc(), []]}
 
@@ -259,7 +267,7 @@ class WorkerRanks(Ranks):
             try:
                 self.watch()
             except CkptError as error:
-                self._outcomes[0] = {"error": told_error(error)}
+                self._outcomes[0] = {"error": serialize_error(error)}
         outcomes = [self._outcomes[rank] for rank in range(self.world)]
         self._send(outcomes if all_need_it or has_told else [])
         self._outcomes = {}
@@ -312,7 +320,7 @@ def _is_stopped(pid: int) -> bool:
     return False
 
 
-def _error_of(failed: list[ToldError]) -> Exception:
+def _error_of(failed: list[SerializedError]) -> Exception:
     """One error with the messages and the problems of all workers, each once; Ctrl-C reaches all of them."""
     kinds = [kind for kind, _, _ in failed]
     text = "\n".join(dict.fromkeys(message for _, message, _ in failed))
@@ -320,3 +328,229 @@ def _error_of(failed: list[ToldError]) -> Exception:
         return RuntimeError(f"in a worker:\n{text}")
     kind = "KeyboardInterrupt" if "KeyboardInterrupt" in kinds else kinds[0]
     return error_called(kind, text, all_problems(failed))
+
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+Reads: TypeAlias = Callable[[Job], Iterable[Range]]
+"""The ranges of a store's files that a job reads, in order."""
+Tick: TypeAlias = Callable[[int], None]
+"""Told the bytes that were read since the last call; may raise to stop."""
+_Failed: TypeAlias = tuple[int, SerializedError]  # the number of a job, and what it has raised
+_BATCH_BYTES = 8 << 20  # taken at a time, at least: some milliseconds of reading
+_JOB_BYTES = 256 << 10  # as much as these takes what a job needs beside its bytes
+_MOST_BATCHES = 1000  # their numbers fit one page, which is all that a pipe may have
+
+
+def spread(
+    work: Callable[[Job, Tick], Result],
+    jobs: Sequence[Job],
+    *,
+    sizes: Sequence[int],
+    threads: int,
+    workers: int | None = None,
+    tick: Tick,
+    reads: Reads[Job] | None = None,
+) -> list[Result]:
+    """`work` of every job, in the order of `jobs`; the arguments and errors are those of `start_jobs`."""
+    with start_jobs(
+        work, jobs, sizes=sizes, threads=threads, workers=workers, tick=tick, reads=reads
+    ) as results:
+        return results()
+
+
+@contextmanager
+def start_jobs(
+    work: Callable[[Job, Tick], Result],
+    jobs: Sequence[Job],
+    *,
+    sizes: Sequence[int],
+    threads: int,
+    workers: int | None = None,
+    tick: Tick,
+    reads: Reads[Job] | None = None,
+) -> Iterator[Callable[[], list[Result]]]:
+    """Give the block a function that returns `work` of every job, in the order of `jobs`; call it once.
+
+    The other processes have begun when the block does, so that it can do something else before. All take jobs from
+    one queue: who begins late, or is slow, takes fewer.
+
+    Args:
+        work: given a job, and what to tell of the bytes it reads. It and what it returns are plain: a result may
+            come from another process.
+        sizes: the bytes that each job reads. Their sum decides the number of processes.
+        workers: how many processes instead.
+        tick: told what all processes have read, by this one, as long as it takes jobs itself and at the end.
+        reads: what a job reads of stores, in order; None where no store is read.
+    """
+    with (
+        closing(_Queue(sizes, workers)) as queue,
+        with_workers(sum(sizes), WriteOptions(threads=threads, workers=workers), Ranks()) as (ranks, options),
+    ):
+        ahead = options.thread_memory(reads_store=True).ahead if reads is not None else 0
+
+        def told(count: int) -> None:
+            ranks.check()
+            queue.add_read(ranks.rank, count)
+            if ranks.rank == 0:
+                tick(queue.newly_read())
+
+        def share() -> tuple[dict[int, Result], _Failed | None]:
+            found, errors = _by_threads(
+                lambda job: work(job, told), jobs, queue.take, queue.empty, threads, reads, ahead
+            )
+            if not errors:
+                return found, None
+            first = min(errors)
+            if ranks.world == 1 or not isinstance(errors[first], CkptError):
+                raise errors[first]
+            return {}, (first, serialize_error(errors[first]))
+
+        def results() -> list[Result]:
+            shares = ranks.gather(share)
+            failed = [failure for _, failure in shares if failure is not None]
+            if failed:
+                _, (kind, text, problems) = min(failed)
+                raise error_called(kind, text, problems)
+            tick(queue.newly_read())
+            found = {number: result for some, _ in shares for number, result in some.items()}
+            return [found[number] for number in range(len(jobs))]
+
+        if ranks.rank:
+            ranks.gather(share)  # and this process ends with `with_workers`
+        else:
+            yield results
+
+
+class _Queue:
+    """The numbers of jobs, in order, as forked processes take them; and how many bytes those have read.
+
+    A pipe that all inherit holds a number for each batch of jobs. Four bytes are read from it together or not at all,
+    and its end is the end of the work.
+    """
+
+    def __init__(self, sizes: Sequence[int], workers: int | None) -> None:
+        self._batches = _batches(sizes)
+        self._pipe, filled = os.pipe()
+        os.write(filled, b"".join(number.to_bytes(4, "little") for number in range(len(self._batches))))
+        os.close(filled)
+        self._shared = mmap(-1, 8 * max(MOST_BY_DEFAULT, workers or 0))
+        self._read = memoryview(self._shared).cast("q")  # bytes, by rank
+        self._told = 0
+        self._lock = threading.Lock()
+
+    def take(self) -> Iterator[int]:
+        """Numbers of jobs that nobody else takes, until all are taken."""
+        while number := os.read(self._pipe, 4):
+            yield from self._batches[int.from_bytes(number, "little")]
+
+    def empty(self) -> None:
+        """Let nobody take any more; whoever has taken a job that stands before does it."""
+        while os.read(self._pipe, 4096):
+            pass
+
+    def add_read(self, rank: int, count: int) -> None:
+        with self._lock:
+            self._read[rank] += count
+
+    def newly_read(self) -> int:
+        """Bytes read by all since the last call."""
+        with self._lock:
+            new = sum(self._read) - self._told
+            self._told += new
+        return new
+
+    def close(self) -> None:
+        os.close(self._pipe)
+        self._read.release()
+        self._shared.close()
+
+
+def _batches(sizes: Sequence[int]) -> list[range]:
+    """Jobs of these sizes in batches, in order, of about as much work; few enough for the smallest pipe."""
+    least = max(_BATCH_BYTES, (sum(sizes) + len(sizes) * _JOB_BYTES) // _MOST_BATCHES)
+    batches, first, nbytes = list[range](), 0, 0
+    for number, size in enumerate(sizes):
+        nbytes += size + _JOB_BYTES
+        if nbytes >= least or number == len(sizes) - 1:
+            batches.append(range(first, number + 1))
+            first, nbytes = number + 1, 0
+    return batches
+
+
+def even_shares(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """The numbers of jobs of these sizes in `count` shares, in order, that are about as large.
+
+    The largest job not yet given goes to who has least: the largest share exceeds the best possible one by less than
+    a third.
+    """
+    if count == 1:
+        return [list(range(len(sizes)))]
+    shares = [list[int]() for _ in range(count)]
+    least = [(0, rank) for rank in range(count)]
+    for number in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+        size, rank = least[0]
+        shares[rank].append(number)
+        heapreplace(least, (size + sizes[number], rank))
+    return [sorted(share) for share in shares]
+
+
+def by_threads(
+    work: Callable[[Job], Result],
+    jobs: Sequence[Job],
+    threads: int,
+    reads: Reads[Job] | None = None,
+    ahead_bytes: int = 0,
+) -> list[Result]:
+    """`work` of every job, each taken by the next thread that is free: thousands of small ones cost little.
+
+    What `reads` says that a job reads of stores is on its way before, of each thread at most `ahead_bytes`.
+    """
+    left = deque(range(len(jobs)))
+
+    def taken() -> Iterator[int]:
+        with suppress(IndexError):  # nothing is left
+            while True:
+                yield left.popleft()
+
+    found, errors = _by_threads(work, jobs, taken, left.clear, threads, reads, ahead_bytes)
+    if errors:
+        raise errors[min(errors)]
+    return [found[number] for number in range(len(jobs))]
+
+
+def _by_threads(
+    work: Callable[[Job], Result],
+    jobs: Sequence[Job],
+    taken: Callable[[], Iterator[int]],
+    empty: Callable[[], None],
+    threads: int,
+    reads: Reads[Job] | None,
+    ahead_bytes: int,
+) -> tuple[dict[int, Result], dict[int, BaseException]]:
+    """`work` of the jobs whose numbers threads take from `taken`, by number; and what some have raised.
+
+    `empty` is called when one has. Jobs are taken in order, so that all that stand before the first that fails are
+    done.
+    """
+    results: dict[int, Result] = {}
+    errors: dict[int, BaseException] = {}
+
+    def take() -> None:
+        told = reads or (lambda _: ())
+        with reading_ahead(taken(), lambda number: told(jobs[number]), ahead_bytes) as mine:
+            for number in mine:
+                if errors and number > min(errors):
+                    return
+                try:
+                    results[number] = work(jobs[number])
+                except BaseException as error:
+                    errors[number] = error
+                    empty()
+
+    if jobs:
+        with ThreadPoolExecutor(threads) as pool:
+            for done in [pool.submit(take) for _ in range(threads)]:
+                done.result()
+    return results, errors
