@@ -180,11 +180,7 @@ def _refuse_masters(opened: Opened, keys: Sequence[str]) -> None:
 
 
 def check_alike(parts: Sequence[Parts], opened: Sequence[Opened]) -> None:
-    """Nothing, when all checkpoints hold the same model in the same way.
-
-    Raises:
-        MappingError: keys, shapes, types or the order of buckets differ; all of them are named.
-    """
+    """Raise MappingError if keys, shapes, types or the order of buckets differ; all of them are named."""
     last, last_parts = opened[-1], parts[-1]
     found: dict[str, list[str]] = {}
     for other, its in zip(opened[:-1], parts[:-1], strict=True):
