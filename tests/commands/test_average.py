@@ -21,8 +21,14 @@ from torch.distributed import checkpoint as dcp
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.check.diff import diff_checkpoints
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.edit.average import Averaged, AverageOptions, average_checkpoints, mean_weights
-from ckpt_tools.commands.edit.mean_targets import check_alike, parts_of
+from ckpt_tools.commands.edit.average import (
+    Averaged,
+    AverageOptions,
+    average_checkpoints,
+    check_alike,
+    mean_weights,
+    parts_of,
+)
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.run import WriteOptions

@@ -40,7 +40,6 @@ from ckpt_tools.formats.storage.files import AnyPath, Files, path_text
 from ckpt_tools.megatron.dcp.write import build_dcp_target
 from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh, with_fresh_optimizer
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
-from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter
 from ckpt_tools.megatron.fsdp_dtensor.write import FsdpTarget, build_fsdp_target, writer_tp
 from ckpt_tools.megatron.run_state.bridge import RUN_CONFIG, TRAIN_STATE, fsdp_run_config, train_state_file
 from ckpt_tools.megatron.run_state.record import TargetRecord
@@ -218,15 +217,11 @@ def _cut_rows(vocab: VocabChange) -> Iterator[CutRows]:
     """What is cut off of the vocabulary, whatever it is."""
     for parameter in vocab.parameters:
         if parameter.name in vocab.cut:
-            yield _rows_from(parameter, vocab.kept)
-
-
-def _rows_from(parameter: LiveParameter, first: int) -> CutRows:
-    stored = parameter.stored[0]
-    value = stored.weight
-    tensor = TargetTensor(parameter.name, value.dtype, value.shape, value.sources)
-    rest = stored.shape[1:]
-    return CutRows(tensor, Box((first, *(0,) * len(rest)), (stored.shape[0] - first, *rest)))
+            stored = parameter.stored[0]
+            value, (rows, *rest) = stored.weight, stored.shape
+            tensor = TargetTensor(parameter.name, value.dtype, value.shape, value.sources)
+            box = Box((vocab.kept, *(0,) * len(rest)), (rows - vocab.kept, *rest))
+            yield CutRows(tensor, box)
 
 
 def membership_map(built: FsdpTarget) -> Mapping[str, int]:

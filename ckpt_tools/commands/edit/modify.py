@@ -10,8 +10,8 @@ from typing import NamedTuple
 from ckpt_tools.commands.job.conversion import Conversion, EditOptions, Progress
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.report import ConversionReport, Edits
-from ckpt_tools.commands.job.rewrite import edit, need_dcp, rewrite
-from ckpt_tools.errors import MappingError, UsageError, list_problems
+from ckpt_tools.commands.job.rewrite import edit, rewrite
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError, list_problems
 from ckpt_tools.formats.storage.files import AnyPath, path_text
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
 from ckpt_tools.model.catalog import Catalog
@@ -60,7 +60,10 @@ def modify_state_dict(
 
 
 def _plan(opened: Opened, operations: Sequence[Operation]) -> Conversion:
-    need_dcp(opened)
+    if opened.location.kind == "safetensors":
+        raise UnsupportedCheckpointError(
+            f"{opened.location.path} is a Hugging Face model; only torch distributed checkpoints are edited"
+        )
     catalog = opened.catalog
     keys = [*catalog.tensors, *catalog.objects]
     names = new_names(keys, operations)

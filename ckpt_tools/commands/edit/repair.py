@@ -1,13 +1,22 @@
 """`repair`: a copy of an `fsdp_dtensor` checkpoint with what stands under a wrong key put right, where it is proven.
 
 The rest stays, byte for byte and chunk by chunk. Weights and masters keep their values.
+
+What is mended, and what shows that it is right:
+
+* fp32 masters that stand among the optimizer's states, where Megatron-LM's converter parks them: each rounds to the
+  value under `model.*`, which is where Megatron-FSDP has its masters;
+* group fields under a name with an empty step (`module..decoder`) or of a half, as the same converter writes them:
+  the name is that of a stored parameter, and both halves say the same;
+* weights under the layer numbers of a pipeline stage (MLM#7452): states have the model's numbers, and fit.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
-from ckpt_tools.commands.edit.mend_keys import Change, MendedKeys, mend_keys, mended_target
+from ckpt_tools.commands.edit.modify import new_path
 from ckpt_tools.commands.job.conversion import (
     Conversion,
     EditOptions,
@@ -20,8 +29,26 @@ from ckpt_tools.commands.job.conversion import (
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.report import ConversionReport, Edits
 from ckpt_tools.commands.job.rewrite import rewrite
-from ckpt_tools.errors import UnsupportedCheckpointError
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
+from ckpt_tools.megatron.format import FORMATS
+from ckpt_tools.megatron.fsdp_dtensor.stages import ISSUE, LocalNumbers, local_numbers, ranges
+from ckpt_tools.megatron.keys import (
+    DECODER_LAYERS,
+    GROUP_META,
+    STEP,
+    canonical_kind,
+    decoder_layer,
+    fsdp_state,
+    group_key,
+    model_name,
+    split_half,
+)
+from ckpt_tools.megatron.run_state.common_state import CommonState
+from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.roles import MASTER
+from ckpt_tools.model.target import Target, TargetObject, TargetTensor
+from ckpt_tools.model.views import Source
 
 RepairOptions = EditOptions
 
@@ -92,3 +119,188 @@ def _plan(opened: Opened, made: MendedKeys) -> Conversion:
         check_masters="all",
         advice="They cannot take its place: a checkpoint that is half of another step cannot be repaired.",
     )
+
+
+_LAYOUTS = (
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "num_layers_per_virtual_pipeline_stage",
+    "virtual_pipeline_model_parallel_size",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One kind of damage, the stored keys that have it, and what shows that what is made of them is right."""
+
+    cause: str
+    keys: tuple[str, ...]
+    proof: str
+    issue: str | None = None
+
+
+@dataclass
+class MendedKeys:
+    """Stored key -> key in the output, for keys that stay; values that come from elsewhere; what must be proven."""
+
+    names: dict[str, str]
+    taken_from: dict[str, str] = field(default_factory=dict)  # stored key of a weight -> that of its master
+    must_round: list[TargetTensor] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+
+
+def mend_keys(catalog: Catalog, common: CommonState, same: Callable[[str, str], bool]) -> MendedKeys:
+    """What is to be done to the keys of a checkpoint; nothing to a sound one.
+
+    `same` tells whether two objects are stored with the same bytes.
+    """
+    made = MendedKeys({key: key for key in (*catalog.tensors, *catalog.objects)})
+    _take_masters(catalog, made)
+    _name_groups(catalog, made, same)
+    _number_layers(catalog, common, made)
+    return made
+
+
+def mended_target(catalog: Catalog, made: MendedKeys) -> Target:
+    """All that stays, under its new keys."""
+    paths, tensors, objects = catalog.planner_paths, [], []
+    for key, name in made.names.items():
+        path = new_path(paths.get(key, (key,)), name)
+        if key in catalog.objects:
+            objects.append(TargetObject(name, None, path))
+            continue
+        source = catalog.tensors[made.taken_from.get(key, key)]
+        tensors.append(TargetTensor(name, source.dtype, source.shape, (Source(source.key),), path))
+    return Target(tuple(tensors), objects=tuple(objects))
+
+
+def _take_masters(catalog: Catalog, made: MendedKeys) -> None:
+    """Masters into the place of the weights that they round to."""
+    weights = {name: key for key in catalog.tensors if (name := model_name(key))}
+    problems = []
+    for key, entry in catalog.tensors.items():
+        state = fsdp_state(key)
+        if state is None or canonical_kind(state.kind) != MASTER:
+            continue
+        weight = catalog.tensors.get(weights.get(state.name, ""))
+        if weight is None or weight.shape != entry.shape or entry.dtype != "float32":
+            found = "there is none" if weight is None else f"{weight.dtype} {weight.shape}"
+            problems.append(f"{key}: {entry.dtype} {entry.shape}; its weight: {found}")
+            continue
+        made.must_round.append(
+            TargetTensor(
+                weight.key,
+                "float32",
+                entry.shape,
+                (Source(key),),
+                must_round_to=(Source(weight.key),),
+                must_round_dtype=weight.dtype,
+            )
+        )
+        made.taken_from[weight.key] = key
+        del made.names[key]
+    if problems:
+        raise MappingError("masters that fit no weight:\n" + list_problems(problems), problems)
+    if made.must_round:
+        count = len(made.must_round)
+        made.changes.append(
+            Change(
+                "masters-beside-weights",
+                tuple(target.sources[0].key for target in made.must_round),
+                f"every element of {count} masters rounds to the weight that stood in its place",
+            )
+        )
+
+
+def _name_groups(catalog: Catalog, made: MendedKeys, same: Callable[[str, str], bool]) -> None:
+    """Group fields under the names that a job asks for."""
+    known = {split_half(name)[0] for key in catalog.tensors if (name := model_name(key))}
+    renamed: dict[str, str] = {}
+    for key in catalog.objects:
+        group = group_key(key)
+        if group is None:
+            continue
+        name = split_half(group.name.lstrip("."))[0]
+        if name != group.name and name in known:
+            wrappers = key[len(GROUP_META) : len(key) - len(f"{group.name}.{group.field}")]
+            renamed[key] = f"{GROUP_META}{wrappers}{name}.{group.field}"
+    taken = {new: new for new in renamed.values() if new in catalog.objects}
+    problems = []
+    for key, new in renamed.items():
+        first = taken.setdefault(new, key)
+        if first == key:
+            made.names[key] = new
+        elif same(key, first):
+            del made.names[key]
+        else:
+            problems.append(f"{key} and {first} differ")
+    if problems:
+        raise MappingError(
+            "group fields that would get one name do not say the same:\n" + list_problems(problems), problems
+        )
+    if renamed:
+        proof = (
+            f"the names are those of {len({*renamed.values()})} fields of stored parameters, and halves agree"
+        )
+        made.changes.append(Change("group-names", tuple(renamed), proof))
+
+
+def _number_layers(catalog: Catalog, common: CommonState, made: MendedKeys) -> None:
+    """The layers of a pipeline stage under their numbers in the model."""
+    weights = {name: key for key in catalog.tensors if (name := model_name(key))}
+    states = {found.name for found in map(fsdp_state, catalog.tensors) if found}
+    groups = {found.name for found in map(group_key, catalog.objects) if found}
+    ranks = {pp for pp, _ in FORMATS["fsdp_dtensor"].rng_ranks(catalog)}
+    found = local_numbers(weights, (*states, *groups), common, len(ranks))
+    if found is None:
+        return
+    if found.offset is None:
+        raise MappingError(f"{found}.\n{found.way_out[:1].upper()}{found.way_out[1:]}")
+    names = {key: _shifted(name, found.offset) for name, key in weights.items()}
+    problems = [
+        *_contradictions(found, common, ranks),
+        *_misfits(catalog, {name: key for key, name in names.items()}),
+    ]
+    if problems:
+        raise MappingError(f"{found}. They cannot be given others:\n{list_problems(problems)}", problems)
+    for name, key in weights.items():
+        if names[key] != name:
+            made.names[key] = f"{key[: len(key) - len(name)]}{names[key]}"
+    moved = tuple(key for name, key in weights.items() if names[key] != name)
+    proof = (
+        f"layers {ranges(found.weights)} have the shapes of the optimizer's states of layers {ranges(found.states)}, "
+        "each of them one, and the args agree"
+    )
+    made.changes.append(Change("stage-numbers", moved, proof, ISSUE))
+
+
+def _shifted(name: str, offset: int) -> str:
+    layer = decoder_layer(name)
+    return name if layer is None else f"{DECODER_LAYERS}{layer[0] + offset}.{layer[1]}"
+
+
+def _contradictions(found: LocalNumbers, common: CommonState, ranks: set[int]) -> Iterator[str]:
+    """What the args and the rng states say against the numbers that the optimizer has."""
+    stages, layers, count = found.stages, found.layers, len(found.weights)
+    if layers is not None and found.states[-1] >= layers:
+        yield f"the optimizer has layer {found.states[-1]}, the args say {layers} layers"
+    if layers is None or layers % stages or any(common.arg(name) for name in _LAYOUTS):
+        return  # the args do not decide
+    if count != layers // stages or found.states[0] % count:
+        yield f"a stage has {layers // stages} of {layers} layers by the args, here are layers {ranges(found.states)}"
+    elif len(ranks) == 1 and ranks != {found.states[0] // count}:
+        yield f"the rng states are those of stage {next(iter(ranks))}, the layers those of {found.states[0] // count}"
+
+
+def _misfits(catalog: Catalog, weights: dict[str, str]) -> Iterator[str]:
+    """States without a weight of their shape."""
+    for key, entry in catalog.tensors.items():
+        state = fsdp_state(key)
+        if state is None or (state.kind == STEP and not entry.shape):
+            continue
+        weight = weights.get(state.name)
+        if weight is None or catalog.tensors[weight].shape != entry.shape:
+            yield f"{key}: {entry.shape}, its weight {'missing' if weight is None else catalog.tensors[weight].shape}"

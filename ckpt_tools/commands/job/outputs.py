@@ -71,10 +71,8 @@ def is_root(source: str, location: Location) -> bool:
 
 
 def refuse_overlap(source: str, location: Location, output: str) -> None:
-    """Nothing, for an output that is a place of its own.
-
-    Raises:
-        UsageError: it has no name (a shell's variable that is not set), or shares folders with the source.
+    """Raise UsageError if the output has no name (a shell's variable that is not set), or shares folders with the
+    source.
     """
     if not hidden(output).removeprefix("file://"):
         raise UsageError("the output's name is empty; is a variable not set?")

@@ -17,12 +17,10 @@ from ckpt_tools.commands.job.conversion import (
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.placements import stored_chunks
 from ckpt_tools.commands.job.report import ConversionReport, Edits, MastersUse
-from ckpt_tools.errors import UnsupportedCheckpointError
 from ckpt_tools.formats.torch_archive.item_reader import read_small_file
 from ckpt_tools.megatron.keys import is_optimizer_key
 from ckpt_tools.megatron.run_state.record import RECORD_FILE
 from ckpt_tools.model.catalog import Catalog
-from ckpt_tools.model.choices import Format
 from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.plan.build import build_plan
 
@@ -64,9 +62,10 @@ def rewrite(
     """
     stored = catalog or opened.catalog
     place, files = stored_chunks(opened.catalog if chunks_of else stored, chunks_of or _shown)
+    kind = opened.location.kind
     own = {name: read_small_file(opened.files, name) for name in COMPANIONS if opened.files.exists(name)}
     return Conversion(
-        to=format_of(opened),
+        to="hf" if kind == "safetensors" else kind,
         loader=None,
         iteration=opened.location.iteration,
         catalog=stored,
@@ -83,23 +82,9 @@ def _shown(tensor: TargetTensor) -> str | None:
     return None if len(tensor.sources) > 1 or source.view else source.key
 
 
-def format_of(opened: Opened) -> Format:
-    """The format of an output that has its source's."""
-    kind = opened.location.kind
-    return "hf" if kind == "safetensors" else kind
-
-
 def use_of_masters(opened: Opened, otherwise: MastersUse) -> MastersUse:
     """What becomes of masters: those of `fsdp_dtensor` stand in the place of weights, of others it is `otherwise`."""
     catalog = opened.catalog
     if not any(map(is_optimizer_key, (*catalog.tensors, *catalog.objects))):
         return "none"
     return "as_stored" if opened.location.kind == "fsdp_dtensor" else otherwise
-
-
-def need_dcp(opened: Opened) -> None:
-    """Raise UnsupportedCheckpointError if it is not a torch distributed checkpoint."""
-    if opened.location.kind == "safetensors":
-        raise UnsupportedCheckpointError(
-            f"{opened.location.path} is a Hugging Face model; only torch distributed checkpoints are edited"
-        )
