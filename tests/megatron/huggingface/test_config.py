@@ -258,3 +258,17 @@ def test_yarn_of_a_reference_is_no_matter_of_course() -> None:
 )
 def test_every_layer_has_its_own(found: Any, expected: object) -> None:
     assert found({"num_hidden_layers": 5}) == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "dtype"),
+    [
+        ({"bf16": True}, "bfloat16"),
+        ({"fp16": True, "params_dtype": "torch.float32"}, "float16"),
+        ({"params_dtype": "torch.float32"}, "float32"),
+        ({}, None),
+    ],
+)
+def test_the_type_of_the_weights_is_read_from_the_arguments(args: dict[str, Any], dtype: str | None) -> None:
+    sizes = {"num_layers": 1, "hidden_size": 4, "num_attention_heads": 2}
+    assert read_model_args({**sizes, **args}).params_dtype == dtype

@@ -74,6 +74,7 @@ def read_model_args(args: Mapping[str, Any]) -> ModelArgs:
         **_layers(args),
         **_positions_and_windows(args),
         query_pre_attn_scalar=_query_scalar(args),
+        params_dtype=_dtype(args),
         **_experts(args),
         **_sparse_attention(args),
         **_delta_nets(args),
