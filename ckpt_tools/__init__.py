@@ -66,7 +66,6 @@ _PUBLIC = {
     "MergeOptions": "commands.adapters.merge_adapter",
     "merge_adapter": "commands.adapters.merge_adapter",
     "strip_checkpoint": "commands.edit.strip",
-    "RepairOptions": "commands.edit.repair",
     "repair_checkpoint": "commands.edit.repair",
     "print_tensor": "commands.look.print_tensor",
     "list_run": "commands.look.ls",
@@ -97,7 +96,6 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from ckpt_tools.commands.edit.copy import CopyOptions as CopyOptions
     from ckpt_tools.commands.edit.copy import copy_checkpoint as copy_checkpoint
     from ckpt_tools.commands.edit.modify import modify_state_dict as modify_state_dict
-    from ckpt_tools.commands.edit.repair import RepairOptions as RepairOptions
     from ckpt_tools.commands.edit.repair import repair_checkpoint as repair_checkpoint
     from ckpt_tools.commands.edit.slice import slice_layers as slice_layers
     from ckpt_tools.commands.edit.strip import strip_checkpoint as strip_checkpoint

@@ -84,7 +84,14 @@ def test_options_in_the_text_exist(document: Path) -> None:
             "--dist-ckpt-optim-fully-reshardable",
             "--ckpt-format",
         ),
-        *("--dump-param-to-param-group-map", "--enable-gpt-oss", "--help", "--version", "--for-agents"),
+        *(
+            "--dump-param-to-param-group-map",
+            "--enable-gpt-oss",
+            "--help",
+            "--help-all",
+            "--version",
+            "--for-agents",
+        ),
     }
     assert not options - ours - foreign - REMOVED.keys()  # the changelog names those that went
 

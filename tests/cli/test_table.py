@@ -21,7 +21,6 @@ from ckpt_tools.commands.convert.plan import plan_checkpoint
 from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions
 from ckpt_tools.commands.edit.average import AverageOptions
 from ckpt_tools.commands.edit.copy import CopyOptions
-from ckpt_tools.commands.edit.repair import RepairOptions
 from ckpt_tools.commands.edit.slice import slice_layers
 from ckpt_tools.commands.edit.strip import strip_checkpoint
 from ckpt_tools.commands.huggingface.export_source import ExportOptions
@@ -49,7 +48,6 @@ FILLED: tuple[tuple[Callable[..., Any], Mapping[str, Row]], ...] = (
     (AverageOptions, edit._AVERAGE),
     (EditOptions, {}),
     (strip_checkpoint, edit._STRIP),
-    (RepairOptions, {}),
     (MergeOptions, {}),
     (slice_layers, edit._SLICE),
     (VerifyOptions, check._VERIFY),

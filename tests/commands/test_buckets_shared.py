@@ -22,7 +22,7 @@ COMMANDS = {
 TELL = """
 import sys
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands import read_model
+from ckpt_tools.commands.job import read_model
 spread = read_model.spread
 def told(work, jobs, *, workers, **given):
     print("proven by", workers, file=sys.stderr)

@@ -48,6 +48,7 @@ def _converted(name: str, folder: Path, *more: str) -> Path:
         if opened.location.kind != "torch_dist":
             pytest.skip(f"{name} is of kind {opened.location.kind}")
         tp = opened.common.arg("tensor_model_parallel_size") or 1
+        iteration = opened.common.iteration
     given = source.parent / "convert.args"
     options = given.read_text().split() if given.exists() else []
     if "gdn" in name and "--tp" not in options:
@@ -55,10 +56,17 @@ def _converted(name: str, folder: Path, *more: str) -> Path:
     options += ["--target", target] if (target := _target(name)) else []
     out = folder / "out"
     is_run = (source / TRACKER).exists()
-    words = ["convert", str(source), str(out if is_run else out / "iter_0000002"), "-q", *options, *more]
+    words = [
+        "convert",
+        str(source),
+        str(out if is_run else out / f"iter_{iteration:07d}"),
+        "-q",
+        *options,
+        *more,
+    ]
     assert run(words) == 0
     if not is_run:  # its folder tells no iteration
-        (out / TRACKER).write_text("2")
+        (out / TRACKER).write_text(str(iteration))
     return out
 
 

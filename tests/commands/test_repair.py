@@ -19,7 +19,8 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, s
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.check.verify import verify_checkpoint
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.edit.repair import RepairOptions, repair_checkpoint
+from ckpt_tools.commands.edit.repair import repair_checkpoint
+from ckpt_tools.commands.job.conversion import EditOptions
 from ckpt_tools.errors import CkptError, MappingError, UnsupportedCheckpointError, VerificationError
 from tests.commands import oracle
 from tests.commands.stages import GROUP, STATE, of_stage
@@ -37,7 +38,7 @@ def iteration_of(root: Path) -> Path:
 
 def refusal(source: Path, tmp_path: Path, error: type[CkptError], **options: Any) -> str:
     with pytest.raises(error) as caught:
-        repair_checkpoint(str(source), str(tmp_path / "out"), RepairOptions(**options))
+        repair_checkpoint(str(source), str(tmp_path / "out"), EditOptions(**options))
     assert not (tmp_path / "out").exists()
     return str(caught.value)
 

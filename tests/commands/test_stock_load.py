@@ -23,15 +23,17 @@ WORKER = Path(__file__).with_name("stock_worker.py")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_fresh_processes_load_every_tensor(ranks, tmp_path):
     source = DATA / "core019_llama_tp2_fully_reshardable" / "iter_0000002"
-    convert_to_fsdp_dtensor(str(source), str(tmp_path / "out"), ConvertOptions(layout=Layout(world=3)))
+    convert_to_fsdp_dtensor(
+        str(source), str(tmp_path / "iter_0000002"), ConvertOptions(layout=Layout(world=3))
+    )
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [*launcher, str(WORKER), str(tmp_path / "out"), str(tmp_path / "loaded.pt")]
+    command = [*launcher, str(WORKER), str(tmp_path / "iter_0000002"), str(tmp_path / "loaded.pt")]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr
-    expected = oracle.tensors(tmp_path / "out")
+    expected = oracle.tensors(tmp_path / "iter_0000002")
     plain, sharded, different = json.loads((tmp_path / "loaded.pt.json").read_text())
     assert (plain, different) == (len(expected), [])
     assert sharded == sum(1 for t in expected.values() if t.dim())

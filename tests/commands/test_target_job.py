@@ -32,6 +32,7 @@ def gdn(name: str) -> Path:
 def stored_archives(folder: Path) -> dict[str, list[tuple[object, bytes]]]:
     """(offset in the tensor, bytes as stored) of everything in a checkpoint, by key."""
     found: dict[str, list[tuple[object, bytes]]] = {}
+    folder = oracle.files_of(folder)
     for index, info in oracle.metadata(folder).storage_data.items():
         data = (folder / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
         found.setdefault(index.fqn, []).append((tuple(index.offset or ()), data))
@@ -39,7 +40,7 @@ def stored_archives(folder: Path) -> dict[str, list[tuple[object, bytes]]]:
 
 
 def tp_of(folder: Path) -> object:
-    return json.loads((folder / RECORD_FILE).read_text())["topology"]["tp"]
+    return json.loads((oracle.files_of(folder) / RECORD_FILE).read_text())["topology"]["tp"]
 
 
 @pytest.mark.parametrize("name", GDN)
@@ -156,7 +157,7 @@ def test_without_rng_states_the_record_tells(tp, tmp_path, capsys):
     assert stored_archives(tmp_path / "other") == stored_archives(tmp_path / "straight")
     capsys.readouterr()
     assert run(["diff", str(source), str(tmp_path / "there"), "--keys", "model.*"]) == 0
-    (tmp_path / "there" / RECORD_FILE).unlink()
+    (oracle.files_of(tmp_path / "there") / RECORD_FILE).unlink()
     for words in (("--to", "torch_dist"), ("--tp", 1)):
         assert convert(tmp_path / "there", tmp_path / "no", *words) == 2
     assert "nothing tells for which size they are" in capsys.readouterr().err
@@ -194,16 +195,17 @@ def test_verify_looks_at_the_packing(tmp_path, capsys):
     folder = tmp_path / "out"
     assert convert(gdn(GDN[0]), folder, "--tp", 2, "--weights-only") == 0
     assert run(["verify", str(folder)]) == 0
-    record = json.loads((folder / RECORD_FILE).read_text())
+    file = oracle.files_of(folder) / RECORD_FILE
+    record = json.loads(file.read_text())
     record["topology"]["tp"]["ranks"] = 7
-    (folder / RECORD_FILE).write_text(json.dumps(record))
+    file.write_text(json.dumps(record))
     capsys.readouterr()
     assert run(["verify", str(folder)]) == 1
     assert "rows are not those of 7 tensor-parallel ranks (by ckpt_tools.json)" in capsys.readouterr().out
-    (folder / RECORD_FILE).write_text("[]")
+    file.write_text("[]")
     assert run(["verify", str(folder)]) == 4
     assert f"{RECORD_FILE} is damaged" in capsys.readouterr().err
-    (folder / RECORD_FILE).unlink()
+    file.unlink()
     assert run(["verify", str(folder)]) == 0
     assert "nothing tells for which tensor parallel size" in capsys.readouterr().out
 
@@ -213,8 +215,8 @@ def test_edited_copies_keep_the_record(tmp_path):
     for words in (["slice", "--layers", "0:1"], ["modify-state-dict", "--op", "remove rng_state"], ["strip"]):
         command, *rest = words
         assert run([command, str(tmp_path / "first"), str(tmp_path / command), *rest]) == 0
-        record = (tmp_path / command / RECORD_FILE).read_bytes()
-        assert record == (tmp_path / "first" / RECORD_FILE).read_bytes()
+        records = [oracle.files_of(tmp_path / name) / RECORD_FILE for name in (command, "first")]
+        assert records[0].read_bytes() == records[1].read_bytes()
 
 
 def test_nothing_to_convert_is_said(tmp_path, capsys):

@@ -179,7 +179,7 @@ def test_groups_with_a_learning_rate_of_their_own_stand_between():
         ({"a.weight": GROUP, "b.weight": GROUP, "z": GROUP}, {}, "of z: there is no such parameter"),
         ({"a.weight": GROUP, "b.weight": GROUP | {"step": 4}}, {}, "step: 3 and 4"),
         ({"a.weight": GROUP, "b.weight": GROUP | {"lr": 0.9}}, {}, r"lr: 0\.05 and 0\.9"),
-        ({"a.weight": ADAMW, "b.weight": ADAMW}, {"a.weight": 1.0}, r"b\.weight: there is no step"),
+        ({"a.weight": ADAMW, "b.weight": ADAMW}, {"a.weight": 1.0}, r"b\.weight: it has states but no step"),
         ({"a.weight": GROUP, "b.weight": GROUP | {"step": None}}, {}, r"b\.weight: its group has no step"),
     ],
 )

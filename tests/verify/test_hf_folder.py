@@ -79,7 +79,7 @@ def test_an_empty_config_and_none_are_findings(model: Path) -> None:
     (model / "config.json").write_text("{}")
     assert errors(model).startswith("error model config.json: it is an empty object")
     (model / "config.json").unlink()
-    assert errors(model).startswith("warning model config.json: there is none")
+    assert errors(model).startswith("warning model config.json: it is missing")
     (model / "generation_config.json").unlink()
     assert "generation_config" not in errors(model)
 

@@ -237,13 +237,14 @@ def repair(
     fp32 masters next to the weights, group fields under wrong names, layers under the numbers of a pipeline stage.
     No weight and no master is changed. Exit code 1 when no key is to be corrected; then no output is made.
     """
-    from ckpt_tools.commands.edit.repair import RepairOptions, repair_checkpoint
+    from ckpt_tools.commands.edit.repair import repair_checkpoint
+    from ckpt_tools.commands.job.conversion import EditOptions
 
     done = carry_out(
         input_dir,
         output_dir,
         given,
-        fill(RepairOptions, given),
+        fill(EditOptions, given),
         lambda options, progress: repair_checkpoint(input_dir, output_dir, options, progress),
         _repaired_json,
         _print_repaired,

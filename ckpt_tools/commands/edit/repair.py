@@ -50,8 +50,6 @@ from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import Target, TargetObject, TargetTensor
 from ckpt_tools.model.views import Source
 
-RepairOptions = EditOptions
-
 
 @dataclass(frozen=True, slots=True)
 class Repaired:
@@ -67,7 +65,7 @@ class Repaired:
 def repair_checkpoint(
     source: str,
     output: str,
-    options: RepairOptions | None = None,
+    options: EditOptions | None = None,
     progress: Progress | None = None,
 ) -> Repaired:
     """Write what the checkpoint at `source` was meant to be to `output`; `source` stays as it is.
@@ -80,7 +78,7 @@ def repair_checkpoint(
         VerificationError: nothing shows what is right.
         Otherwise the errors of opening, reading, planning and writing.
     """
-    options = options or RepairOptions()
+    options = options or EditOptions()
     with open_source(source, options) as opened:
         location, catalog, files = opened.location, opened.catalog, opened.files
         if location.kind != "fsdp_dtensor":

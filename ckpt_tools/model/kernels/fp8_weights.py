@@ -71,7 +71,7 @@ def too_far(masters: Array, weights: Array, dtype: str, shard: Survey) -> Array:
     with np.errstate(invalid="ignore"):
         is_near = np.abs(master - value) <= np.maximum(size / 16, least * (1 + _SLACK)) + size * _SLACK
         outward = master * np.sign(value)
-        saturated = (size == shard.largest) & (size <= outward) & (outward <= 2 * shard.largest)
+        saturated = (size > 0) & (size == shard.largest) & (size <= outward) & (outward <= 2 * shard.largest)
     found: Array = ~(is_near | saturated)
     return found
 
