@@ -46,7 +46,7 @@ def load_rows(tmp_path: Path, ranks: int) -> int:
         pytest.skip("CKPT_TOOLS_PEERS has no megatron_fsdp-0.6.1")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
-        [*launcher, str(WORKER), str(tmp_path / "out"), str(tmp_path / "got")],
+        [*launcher, str(WORKER), str(oracle.files_of(tmp_path / "out")), str(tmp_path / "got")],
         env={**os.environ, "PYTHONPATH": str(PEER), "OMP_NUM_THREADS": "1"},
         cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False,
     )  # fmt: skip

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ckpt_tools.commands.convert.to_torch_dist import convert_to_torch_dist
+from tests.commands.oracle import files_of
 from tests.peers.releases import run_writer
 
 RELEASE = Path(os.environ.get("CKPT_TOOLS_PEERS", "absent"), "megatron_core-0.16.1")
@@ -37,7 +38,7 @@ def test_another_layout_of_it_loads_with_every_state(
     saved = run(settings | {"load": False, "seed": 1}, tmp_path / "saved")
     source, back = tmp_path / "saved" / "checkpoint", tmp_path / "back"
     convert_to_torch_dist(str(source), str(back))
-    loaded = run(settings | {"load": True, "seed": 2, "checkpoint": str(back)}, tmp_path / "loaded")
+    loaded = run(settings | {"load": True, "seed": 2, "checkpoint": str(files_of(back))}, tmp_path / "loaded")
     assert saved and [rank.keys() for rank in saved] == [rank.keys() for rank in loaded]
     for ours, theirs in zip(loaded, saved, strict=True):
         for name, value in theirs.items():
