@@ -6,6 +6,7 @@ The weights are made with torch's own E4M3 casts; `te_fp8_weights.npz` has real 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -72,10 +73,11 @@ def check(
     recipe: str | None,
     level: CheckLevel = "all",
     threads: int = 1,
+    shards: Sequence[Box] = SHARDS,
 ) -> MastersReport:
     source = DcpFolder(folder / "checkpoint")
-    source.tensor("m", "float32", values, SHARDS)
-    source.tensor("w", "bfloat16", weights, SHARDS)
+    source.tensor("m", "float32", values, shards)
+    source.tensor("w", "bfloat16", weights, shards)
     source.finish()
     files = open_files(str(folder / "checkpoint"))
     target = TargetTensor(
@@ -133,21 +135,9 @@ def test_blocks_are_counted_from_the_start_of_what_a_rank_holds(tmp_path: Path) 
             block = values[:, at : min(at + 32, last)]
             scale = 2.0 ** np.floor(np.log2(448 / np.abs(block).max(axis=1, keepdims=True)))
             weights[:, at : at + block.shape[1]] = through_e4m3(block, scale.astype(np.float32))
-    source = DcpFolder(tmp_path / "checkpoint")
-    source.tensor("m", "float32", values, boxes)
-    source.tensor("w", "bfloat16", weights, boxes)
-    source.finish()
-    files = open_files(str(tmp_path / "checkpoint"))
-    target = TargetTensor(
-        "t",
-        "float32",
-        values.shape,
-        (Source("m"),),
-        must_round_to=(Source("w"),),
-        must_round_dtype="bfloat16",
-    )
-    for level in ("sample", "all"):
-        found = check_masters(files, read_catalog(files), [target], level, fp8_recipe="mxfp8")
+    levels: tuple[CheckLevel, ...] = ("sample", "all")
+    for level in levels:
+        found = check(tmp_path / level, values, weights, "mxfp8", level, shards=boxes)
         assert found.fp8 == 1, level
 
 

@@ -98,7 +98,7 @@ def _is_nan(values: Array, dtype: str) -> Array:
 
 
 _BLOCK_ELEMS = 1 << 16  # of each tensor: with what is made of them they fit a cache of 1 MiB
-_TILE_ELEMS = 1 << 18  # of tensors that are cut in different ways, which takes some time a tile
+_TILE_ELEMS = 1 << 18  # compared at a time: what a comparison holds of them stays in the cache
 
 
 class Seen(NamedTuple):
@@ -171,7 +171,6 @@ def describe_element(
     return f"{target.key}[{element}]: master {master!r}, stored {dtype} weight {weight!r}"
 
 
-_TILE_ELEMS = 1 << 18  # compared at a time: what a comparison holds of them stays in the cache
 _PART_ELEMS = 1 << 22  # compared by one thread in a row
 _SAMPLE_ELEMS = 4096  # per sampled place
 _SAMPLE_PLACES = 4
