@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.convert.to_torch_dist import convert_to_torch_dist
 from tests.commands.oracle import files_of
 from tests.peers.releases import run_writer
@@ -36,7 +37,12 @@ def test_another_layout_of_it_loads_with_every_state(
         pytest.skip("megatron-core 0.16.1 is not in CKPT_TOOLS_PEERS (tests/peers/run installs it)")
     settings = dict(zip(("optimizer", "tp", "dp", "ep", "experts"), case, strict=True))
     saved = run(settings | {"load": False, "seed": 1}, tmp_path / "saved")
-    source, back = tmp_path / "saved" / "checkpoint", tmp_path / "back"
+    source, there, back = tmp_path / "saved" / "checkpoint", tmp_path / "there", tmp_path / "back"
+    if (
+        case[0] == "offloaded_adam"
+    ):  # saved in the layout that is written back: only the way there lays it out anew
+        convert_to_fsdp_dtensor(str(source), str(there))
+        source = there
     convert_to_torch_dist(str(source), str(back))
     loaded = run(settings | {"load": True, "seed": 2, "checkpoint": str(files_of(back))}, tmp_path / "loaded")
     assert saved and [rank.keys() for rank in saved] == [rank.keys() for rank in loaded]

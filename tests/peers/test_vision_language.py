@@ -48,8 +48,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-IMAGE = {"gemma3": "image_token_index", "qwen2_5_vl": "image_token_id", "qwen3_vl": "image_token_id"}
-
 
 def bits(folder: Path) -> dict[str, Any]:
     found = load_file(folder / "model.safetensors")
@@ -88,13 +86,3 @@ def test_a_run_of_bridge_is_the_model_that_it_was_loaded_from(
     assert run(["convert", str(source), str(fsdp), "--gpus", "4", "--tp", "2", "--weights-only", "-q"]) == 0
     assert run(["export-hf", str(fsdp), str(tmp_path / "again"), "--hf-config", str(hf), "-q"]) == 0
     assert bits(tmp_path / "again") == bits(hf)
-    heads = "num_attention_heads" if kind == "gemma3" else "num_heads"
-    config = json.loads((hf / "config.json").read_text())
-    for place, field in ((config["vision_config"], heads), (config, IMAGE[kind])):
-        place[field] += 1
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        words = ["export-hf", str(source), str(tmp_path / "none"), "--hf-config", str(tmp_path), "--dry-run"]
-        assert run(words) == 5
-        told = capsys.readouterr().err
-        assert f"{field}: the checkpoint has {place[field] - 1}, the reference config {place[field]}" in told
-        place[field] -= 1
