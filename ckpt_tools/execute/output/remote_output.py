@@ -57,7 +57,7 @@ from ckpt_tools.execute.write_job import (
     WriteJob,
     WriteOptions,
 )
-from ckpt_tools.formats.storage.drivers import IN_FLIGHT, Begun, Part
+from ckpt_tools.formats.storage.drivers import IN_FLIGHT, Part, PartUpload
 from ckpt_tools.formats.storage.io_pool import pool
 from ckpt_tools.formats.storage.object_store import Retry, Store, no_bucket
 from ckpt_tools.formats.storage.open_files import open_files
@@ -219,7 +219,7 @@ class Uploads:
         entries = _entries_in(self._entries[name], stretch)
         part_bytes = _part_bytes(stretch, memory)
         in_flight = max(1, min(IN_FLIGHT, memory.parts // part_bytes - 1))
-        place = None if begun is None else Begun(begun, stretch.first_part)
+        place = None if begun is None else PartUpload(begun, stretch.first_part)
 
         def upload(_timeout: float) -> list[Part]:
             self._marker.check()
