@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeGuard
 
-from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems, raise_if
 from ckpt_tools.megatron.keys import EXPERTS, expert_of, role_of, stacked_layers, strip_wrappers
 from ckpt_tools.model.catalog import Catalog, TensorEntry, Value, concat
 from ckpt_tools.model.dtypes import CASTABLE
@@ -115,10 +115,7 @@ def sort_out(catalog: Catalog) -> AdapterTensors:
             problems.append(f"{key}: not a matrix of a low-rank adapter")
         else:
             others[key] = entry
-    if problems:
-        raise UnsupportedCheckpointError(
-            f"{catalog.root} holds adapters that are not merged here:\n" + list_problems(problems), problems
-        )
+    raise_if(problems, UnsupportedCheckpointError, f"{catalog.root} holds adapters that are not merged here")
     return AdapterTensors(factors, others)
 
 
@@ -154,8 +151,7 @@ def read_adapters(tensors: AdapterTensors, how: AdapterSettings) -> list[Adapter
             found += _layers(name, into, out, how)
         except MappingError as error:
             problems.append(str(error))
-    if problems:
-        raise MappingError("the adapter is not whole:\n" + list_problems(problems), problems)
+    raise_if(problems, MappingError, "the adapter is not whole")
     _refuse_lost_experts(found, how.expert_ranks)
     return found
 

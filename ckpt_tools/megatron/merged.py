@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.errors import MappingError, raise_if
 from ckpt_tools.megatron.adapters import Adapter
 from ckpt_tools.megatron.huggingface.config.megatron_args import read_model_args
 from ckpt_tools.model.catalog import Made, TensorEntry, Value, concat, made_entry
@@ -48,8 +48,7 @@ def merged_model(model: Model, adapters: Sequence[Adapter], alpha: float) -> Mod
         except (MappingError, ValueError) as error:
             problems.append(f"{parameter.name}: {error}")
         parameters.append(replace(parameter, values={WEIGHT: weight}))
-    if problems:
-        raise MappingError("the adapter does not fit the base:\n" + list_problems(problems), problems)
+    raise_if(problems, MappingError, "the adapter does not fit the base")
     catalog = replace(model.catalog, tensors={**model.catalog.tensors, **made})
     return replace(
         model,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.errors import MappingError, raise_if
 from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter
 from ckpt_tools.megatron.keys import split_half, strip_wrappers
 
@@ -78,12 +78,12 @@ def derive_memberships(
             problems.append(f"{parameter.group_name} (wants {wanted}; {rule}) fits {found}")
         else:
             memberships[parameter.group_name] = member(fitting[0], rule)
-    if problems:
-        raise MappingError(
-            "the parameter groups cannot be derived from the checkpoint; dump the map from the training job and "
-            "give it with --param-to-param-group-map-json:\n" + list_problems(problems),
-            problems,
-        )
+    raise_if(
+        problems,
+        MappingError,
+        "the parameter groups cannot be derived from the checkpoint; dump the map from the training job and "
+        "give it with --param-to-param-group-map-json",
+    )
     return memberships
 
 
@@ -147,10 +147,7 @@ def merge_map(
         problems += [f"{name}: not in the map (--strict-map)" for name in absent]
     elif derived is None:
         problems += [f"{name}: not in the map, and its group cannot be derived" for name in absent]
-    if problems:
-        raise MappingError(
-            "the parameter group map does not fit the checkpoint:\n" + list_problems(problems), problems
-        )
+    raise_if(problems, MappingError, "the parameter group map does not fit the checkpoint")
     _refuse_contradictions(derived or {}, wanted, groups)
     merged = {name: Membership(group, "the given map") for name, group in wanted.items()}
     merged |= {name: derived[name] for name in absent if derived is not None}
@@ -167,13 +164,12 @@ def _refuse_contradictions(
         for name, group in wanted.items()
         if name in derived and dict(groups[group]) != dict(groups[derived[name].group])
     ]
-    if problems:
-        raise MappingError(
-            "the parameter group map contradicts the groups' own attributes: it is of another run, or its ids are "
-            "mixed up. Leave it out, or dump it again from the job that wrote the checkpoint:\n"
-            + list_problems(problems),
-            problems,
-        )
+    raise_if(
+        problems,
+        MappingError,
+        "the parameter group map contradicts the groups' own attributes: it is of another run, or its ids are "
+        "mixed up. Leave it out, or dump it again from the job that wrote the checkpoint",
+    )
 
 
 def _unsplit(name: str) -> str:

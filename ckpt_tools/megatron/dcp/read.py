@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems, raise_if
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.megatron.dcp.index_names import name_numbers
 from ckpt_tools.megatron.dcp.state_dict import (
@@ -84,8 +84,8 @@ def dcp_model(
         )
     _refuse_parts(files.location, common)
     names = Counter(map(_unwrapped, found.weights))
-    if twice := [name for name, count in names.items() if count > 1]:
-        raise MappingError("weights that are one without their wrappers:\n" + list_problems(twice), twice)
+    twice = [name for name, count in names.items() if count > 1]
+    raise_if(twice, MappingError, "weights that are one without their wrappers")
     values = SmallValues(files, trust_pickle)
     kinds, groups, notes = _optimizers(found, catalog, values, rounds, weights_only)
     nested, dropped = _nested(found, catalog, values)
@@ -150,10 +150,7 @@ def _optimizers(
         note = f"the optimizer, which is left out, could not be read: {str(error).splitlines()[0]}"
         return {}, {}, (note,)
     stray = [name for name in kinds if name not in found.weights]
-    if stray:
-        raise MappingError(
-            "optimizer states of parameters that the model does not have:\n" + list_problems(stray), stray
-        )
+    raise_if(stray, MappingError, "optimizer states of parameters that the model does not have")
     return kinds, {} if weights_only else groups, ()
 
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Literal, NamedTuple, TypeAlias
 
-from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.errors import MappingError, list_problems, raise_if
 from ckpt_tools.megatron.keys import canonical_kind, state_role
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.dtypes import FLOATING
@@ -466,8 +466,8 @@ def named_model(catalog: Catalog, wanted: Collection[str]) -> NamedModel:
             keys.setdefault(name.removeprefix(prefix), []).append(key)
         else:
             stray.append(key)
-    if twice := [" and ".join(found) for found in keys.values() if len(found) > 1]:
-        raise MappingError("keys that are one name without their wrappers:\n" + list_problems(twice), twice)
+    twice = [" and ".join(found) for found in keys.values() if len(found) > 1]
+    raise_if(twice, MappingError, "keys that are one name without their wrappers")
     beside += [key for key in catalog.tensors if key.endswith(EXTRA_STATE) and key not in optimizer]
     names = {name: found[0] for name, found in keys.items()}
     return NamedModel(prefix, names, tuple(stray), tuple(beside), tuple(optimizer))

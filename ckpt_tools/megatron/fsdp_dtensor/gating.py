@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.errors import MappingError, raise_if
 from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter
 from ckpt_tools.megatron.keys import is_of_transformers
 
@@ -39,10 +39,7 @@ def mark_gated(parameters: Sequence[LiveParameter], choice: GatingChoice) -> lis
     """The same parameters with `gated` set on every fc1 that is stored as two halves."""
     gated = gated_modules(parameters)
     problems = list(_contradictions(gated, choice))
-    if problems:
-        raise MappingError(
-            "the gating flags do not fit the checkpoint:\n" + list_problems(problems), problems
-        )
+    raise_if(problems, MappingError, "the gating flags do not fit the checkpoint")
     split = choice.swiglu if choice.wanted is None else choice.wanted
     if split is None and not choice.modules and any(gated.values()):
         some = next(module for module, is_gated in gated.items() if is_gated)
@@ -81,10 +78,7 @@ def gated_modules(parameters: Iterable[LiveParameter]) -> dict[str, bool]:
                             f"{other[1]} or {2 * other[1]}")  # fmt: skip
         else:
             gated[_module_id(match)] = shape[0] == 2 * other[1]
-    if problems:
-        raise MappingError(
-            "linear_fc1 and linear_fc2 do not fit together:\n" + list_problems(problems), problems
-        )
+    raise_if(problems, MappingError, "linear_fc1 and linear_fc2 do not fit together")
     return gated
 
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckpt_tools.errors import MappingError, UsageError, list_problems
+from ckpt_tools.errors import MappingError, UsageError, raise_if
 from ckpt_tools.megatron.hybrid import is_hybrid
 from ckpt_tools.megatron.keys import HALVES, split_expert, split_expert_half, split_projection
 from ckpt_tools.megatron.names import (
@@ -220,10 +220,7 @@ def stored_parameters(
         else:
             parameters += _split(tensor, parts, tp)
     problems += _clashes(parameters)
-    if problems:
-        raise MappingError(
-            "the live tensors do not make a torch_dist model:\n" + list_problems(problems), problems
-        )
+    raise_if(problems, MappingError, "the live tensors do not make a torch_dist model")
     return parameters
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, list_problems
+from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, raise_if
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.torch_archive.item_reader import StoredTensor, load_object
 from ckpt_tools.megatron.fsdp_dtensor.flatten import Path, unflatten
@@ -252,10 +252,7 @@ def _join(weights: Mapping[str, TensorEntry], states: _States, values: SmallValu
         problems += wrong
         if not wrong:
             tensors.append(_tensor(whole, parts, weights, states, values))
-    if problems:
-        raise MappingError(
-            "weights and optimizer states do not fit together:\n" + list_problems(problems), problems
-        )
+    raise_if(problems, MappingError, "weights and optimizer states do not fit together")
     return tuple(tensors)
 
 
@@ -263,13 +260,13 @@ def _refuse_masters(states: _States) -> None:
     masters = [
         f"{name}.{kind}" for name, kinds in states.items() for kind in kinds if canonical_kind(kind) == MASTER
     ]
-    if masters:
-        raise UnsupportedCheckpointError(
-            "fp32 masters stand among the optimizer states, where Megatron-FSDP neither writes nor reads them (the "
-            "converter of Megatron-LM does); `repair` puts those that round to the weights in their place, and "
-            "--weights-only converts the model's values alone:\n" + list_problems(masters),
-            masters,
-        )
+    raise_if(
+        masters,
+        UnsupportedCheckpointError,
+        "fp32 masters stand among the optimizer states, where Megatron-FSDP neither writes nor reads them (the "
+        "converter of Megatron-LM does); `repair` puts those that round to the weights in their place, and "
+        "--weights-only converts the model's values alone",
+    )
 
 
 def _mismatches(
@@ -398,10 +395,7 @@ def _groups(source: FsdpSource) -> tuple[list[Group], dict[str, int]]:
             groups.append(group)
         members[tensor.name] = numbers[same]
     problems += [f"param_to_group_meta of {name}: there is no such parameter" for name in sorted(unused)]
-    if problems:
-        raise MappingError(
-            "optimizer groups and parameters do not fit together:\n" + list_problems(problems), problems
-        )
+    raise_if(problems, MappingError, "optimizer groups and parameters do not fit together")
     return groups, members
 
 

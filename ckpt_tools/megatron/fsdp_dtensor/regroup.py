@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ckpt_tools.errors import MappingError, UsageError, list_problems
+from ckpt_tools.errors import MappingError, UsageError, raise_if
 from ckpt_tools.megatron.fsdp_dtensor.parameters import StoredParameter, packed_projections, stored_parameters
 from ckpt_tools.megatron.fsdp_dtensor.read import FsdpSource
 from ckpt_tools.megatron.keys import STEP, parameter_of, rng_key, role_of
@@ -102,10 +102,7 @@ def _regrouped(source: FsdpSource, writer: int | None, tp: int) -> Iterator[tupl
         for part in found
         if part.shape[0] % tp
     ]
-    if problems:
-        raise MappingError(
-            "projections cannot be grouped by tensor-parallel rank:\n" + list_problems(problems), problems
-        )
+    raise_if(problems, MappingError, "projections cannot be grouped by tensor-parallel rank")
     for found in parts.values():
         for kind, whole in found[0].tensor.values.items():
             values = [part.value(kind) for part in found]

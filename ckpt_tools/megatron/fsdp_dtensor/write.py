@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ckpt_tools.errors import MappingError, UsageError, list_problems
+from ckpt_tools.errors import MappingError, UsageError, raise_if
 from ckpt_tools.megatron.fsdp_dtensor.flatten import leaves
 from ckpt_tools.megatron.fsdp_dtensor.gating import GatingChoice, mark_gated
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
@@ -267,10 +267,7 @@ def _choose_parameters(
         problems.append(
             f"the args say num_layers = {model.settings.num_layers}, the weights have {found} layers"
         )
-    if problems:
-        raise MappingError(
-            "the weights contradict each other or the args:\n" + list_problems(problems), problems
-        )
+    raise_if(problems, MappingError, "the weights contradict each other or the args")
     return parameters
 
 
@@ -388,13 +385,12 @@ def _common_part(model: Model, options: TargetOptions, dialect: Dialect, tp: int
             notes.append(
                 "the loss scaler is kept as optimizer.grad_scaler.*; Megatron-FSDP does not ask for it"
             )
-        if model.rng_missing:
-            raise MappingError(
-                "rng states of some ranks are missing, so training would not go on where it stopped. Leave all out "
-                "with --ignore-keys 'rng_state/*' and start the job with --no-load-rng:\n"
-                + list_problems(model.rng_missing),
-                model.rng_missing,
-            )
+        raise_if(
+            model.rng_missing,
+            MappingError,
+            "rng states of some ranks are missing, so training would not go on where it stopped. Leave all out "
+            "with --ignore-keys 'rng_state/*' and start the job with --no-load-rng",
+        )
         tensors, objects, rng_notes = rng_items(model.rng, tp)
         notes += rng_notes
     for name, value in values.items():

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.errors import MappingError, raise_if
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.torch_archive.item_reader import load_object
 from ckpt_tools.megatron.keys import bucket_object
@@ -107,10 +107,7 @@ def refuse_partial_states(states: Iterable[tuple[str, Set[str]]], common: Common
         if more != kinds
         for name in names
     ]
-    if problems:
-        raise MappingError(
-            "optimizer states are missing that other parameters have:\n" + list_problems(problems), problems
-        )
+    raise_if(problems, MappingError, "optimizer states are missing that other parameters have")
 
 
 def optimizer_entry(files: Files, catalog: Catalog, common: CommonState) -> Any:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple, TypeAlias
 
-from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.errors import MappingError, raise_if
 from ckpt_tools.megatron.adapters import not_merged
 from ckpt_tools.megatron.keys import (
     HALVES,
@@ -74,10 +74,7 @@ def sort_keys(catalog: Catalog) -> SortedKeys:
         if (other := not_merged(e.key)) or ".adapter." in e.key
     ]
     problems += missing_layers(p.name for p in parameters)
-    if problems:
-        raise MappingError(
-            "the weights do not make a whole Megatron model:\n" + list_problems(problems), problems
-        )
+    raise_if(problems, MappingError, "the weights do not make a whole Megatron model")
     return SortedKeys(tuple(parameters), tuple(optimizer), tuple(catalog.objects))
 
 
@@ -187,8 +184,7 @@ def stack_parameters(
     `stacked` overrides what the args say, but not what is impossible.
     """
     problems = missing_layers(p.name for p in parameters)
-    if problems:
-        raise MappingError("the model is not whole:\n" + list_problems(problems), problems)
+    raise_if(problems, MappingError, "the model is not whole")
     layers = [None if is_of_transformers(p.name) else layer_of(p.name) for p in parameters]
     as_stack, notes = _choose(parameters, layers, common, stacked)
     members: dict[str, dict[tuple[int, ...], Parameter]] = {}
@@ -198,10 +194,7 @@ def stack_parameters(
         index = (None if in_stack is None else in_stack.number, parameter.expert)
         members.setdefault(key, {})[tuple(i for i in index if i is not None)] = parameter
     stacks = [_stack(key, found, problems) for key, found in members.items()]
-    if problems:
-        raise MappingError(
-            "layers or experts do not make whole tensors:\n" + list_problems(problems), problems
-        )
+    raise_if(problems, MappingError, "layers or experts do not make whole tensors")
     return stacks, notes
 
 
@@ -286,12 +279,11 @@ def _refuse_partial_layers(layers: Mapping[str, Mapping[int, set[_Content]]]) ->
                 name, expert, _ = min(whole - part)
                 which = "" if expert is None else f" (expert {expert})"
                 problems.append(f"{block}{layer}.{name}{which} is missing, layer {kinds[whole]} has it")
-    if problems:
-        raise MappingError(
-            "layers are not whole; if the model is meant to be so, ask for a tensor for each layer:\n"
-            + list_problems(problems),
-            problems,
-        )
+    raise_if(
+        problems,
+        MappingError,
+        "layers are not whole; if the model is meant to be so, ask for a tensor for each layer",
+    )
 
 
 def _is_hybrid(layers: Mapping[int, Iterable[_Content]]) -> bool:

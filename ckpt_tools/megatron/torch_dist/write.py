@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ckpt_tools.errors import MappingError, UsageError, list_problems
+from ckpt_tools.errors import MappingError, UsageError, raise_if
 from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, state_role
 from ckpt_tools.megatron.names import BRIDGE, Dialect, dialect_for
 from ckpt_tools.megatron.run_state.record import Size, TargetRecord
@@ -202,8 +202,7 @@ def _check_counts(model: Model) -> None:
         problems += [
             f"{k}: the args say {wanted} experts, there are {n}" for k, n in experts.items() if n != wanted
         ]
-    if problems:
-        raise MappingError("the weights contradict the args:\n" + list_problems(problems), problems)
+    raise_if(problems, MappingError, "the weights contradict the args")
 
 
 def _experts_apart(model: Model, options: TorchDistOptions) -> bool:
@@ -450,9 +449,8 @@ def _refuse_lookalikes(groups: Iterable[Group]) -> None:
             differing = [k for k in {*group, *other} if group.get(k) != other.get(k)]
             values = ", ".join(f"{k}: {other.get(k)!r} and {group.get(k)!r}" for k in sorted(differing))
             problems.append(f"{dict(zip(_IDENTIFIERS, identity, strict=True))}: {values}")
-    if problems:
-        raise MappingError(
-            "parameters whose groups loaders cannot tell apart have different settings or steps:\n"
-            + list_problems(problems),
-            problems,
-        )
+    raise_if(
+        problems,
+        MappingError,
+        "parameters whose groups loaders cannot tell apart have different settings or steps",
+    )

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from ckpt_tools.cores import usable_cores
-from ckpt_tools.errors import VerificationError, list_problems
+from ckpt_tools.errors import VerificationError, raise_if
 from ckpt_tools.megatron.keys import layer_of
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_content import (
     PieceIndex,
@@ -119,12 +119,9 @@ def find_stretches(
             problems += filter(None, share(lambda s: _fp8_mismatch(s, reader), of_fp8, sizes))
         problems += _differing_copies(stretches, reader)
     if problems:
-        all_of_them = dict.fromkeys([*problems, *unseen_parts])
-        lines = list_problems(all_of_them)
-        raise VerificationError(
-            f"the optimizer state cannot be assigned to the weights beyond doubt:\n{lines}\n{ADVICE}",
-            all_of_them,
-        )
+        problems = list(dict.fromkeys([*problems, *unseen_parts]))
+    what = "the optimizer state cannot be assigned to the weights beyond doubt"
+    raise_if(problems, VerificationError, what, ADVICE)
     return stretches
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, list_problems
+from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, raise_if
 from ckpt_tools.megatron.keys import bucket_key, canonical_kind, is_optimizer_key, split_projection
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import are_remainders, refuse_encoded
 from ckpt_tools.megatron.torch_dist.stacking import slices_of
@@ -131,10 +131,7 @@ def find_buffers(catalog: Catalog, numels: Mapping[tuple[int, int], Any]) -> tup
         buffers.append(Buffer(chain, group, gbuf, buckets))
     lost = {where for where in numels if not any(where == (c, g) for c, g, _ in found)}
     problems += [f"chain {c}, dp_group_idx_{g}: none of its buckets is there" for c, g in sorted(lost)]
-    if problems:
-        raise CorruptCheckpointError(
-            f"the optimizer buckets are not whole:\n{list_problems(problems)}", problems
-        )
+    raise_if(problems, CorruptCheckpointError, "the optimizer buckets are not whole")
     return tuple(buffers)
 
 
