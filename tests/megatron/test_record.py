@@ -9,7 +9,6 @@ import pytest
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError
 from ckpt_tools.formats.storage.files import LocalFiles
-from ckpt_tools.megatron.fsdp_dtensor.parameters import packed_projections
 from ckpt_tools.megatron.run_state.record import (
     RECORD_FILE,
     Size,
@@ -110,14 +109,3 @@ def test_for_how_many_ranks_a_checkpoint_is(record, rng, args, expected):
 def test_a_record_of_another_checkpoint_is_refused():
     with pytest.raises(MappingError, match="2 tensor-parallel ranks, and it holds rng states of 1"):
         stored_tp(RECORD, [(0, 0)], {})
-
-
-def test_packed_projections_are_known_by_their_names():
-    names = [
-        *(f"decoder.layers.0.self_attention.{n}" for n in ("A_log", "in_proj.weight", "conv1d.weight")),
-        "decoder.layers.0.self_attention.in_proj.layer_norm_weight",
-        *(f"decoder.layers.1.mixer.{n}" for n in ("A_log", "in_proj.weight", "conv1d_weight", "conv1d_bias")),
-        "decoder.layers.2.self_attention.in_proj.weight",  # of an attention: nothing is packed
-        *(f"decoder.layers.3.self_attention.{n}" for n in ("A_log", "in_proj.weight.query")),
-    ]
-    assert packed_projections(names) == tuple(names[i] for i in (1, 2, 5, 6, 7))

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.pickle.unpickle import TorchDtype, stand_in
 from ckpt_tools.formats.storage.files import LocalFiles
-from ckpt_tools.megatron.fsdp_dtensor.flatten import flatten, unflatten
 from ckpt_tools.megatron.fsdp_dtensor.parameters import FsdpTensor
 from ckpt_tools.megatron.fsdp_dtensor.read import FsdpSource, fsdp_model, read_fsdp_source
+from ckpt_tools.megatron.fsdp_dtensor.tensors import flatten, unflatten
 from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.megatron.torch_dist.grids import extra_state_keys
 from ckpt_tools.megatron.torch_dist.stacking import stack_parameters

@@ -82,10 +82,6 @@ def test_unknown_modules_keep_their_order_after_the_known_ones() -> None:
     ]
 
 
-def test_no_name_is_lost_even_if_it_is_a_module_too() -> None:
-    assert sorted(model_order(["a.b", "a"])) == ["a", "a.b"]
-
-
 def test_units_are_layers_and_the_rest_is_the_root() -> None:
     modules = find_units(ORDER)
     assert modules == [*(f"decoder.layers.{n}" for n in (0, 2, 10, 11, 12)), "mtp.layers.0.transformer_layer"]
@@ -253,10 +249,3 @@ def test_dimensions_are_those_that_megatron_cut(fixture: str) -> None:
         assert cut == ([] if p.tp_dim is None else [p.tp_dim]), key
         compared += 1
     assert compared >= 9
-
-
-def test_modules_are_looked_at_once_and_names_without_one_lie_in_none() -> None:
-    assert find_units(["a.0.w", "bare", "a.1.w", "a.0.v"], ["*.*", "*"], None) == ["a.0", "a.1"]
-    assert find_units(["bare", "blocks.w"], ["*"], None) == ["blocks"]
-    assert number_units(["bare", "a.0.w", "a.0.mlp.fc.w", "a.1.w"], ["a.0", "a.0.mlp"]) == [None, 0, 0, None]
-    assert number_units(["a.0.w", "a.0.mlp.fc.w"], ["a.0", "a.0.mlp"], innermost=True) == [0, 1]

@@ -37,13 +37,6 @@ def test_each_strategy_by_hand(strategy: str, expected: Memory) -> None:
     assert memory.peak == memory.persistent + memory.communication
 
 
-def test_types_of_main_weights_and_gradients() -> None:
-    placement = Placement(PARAMETERS, Topology(3))
-    assert rank_memory(placement, 0, main_dtype=None) == Memory(48, 0, 48, 2 * 2 * 24, 0, 144 + 144)
-    fp32 = rank_memory(placement, 0, grad_dtype="float32")
-    assert (fp32.gradients, fp32.communication) == (96, 144 + 288)  # no cast copy
-
-
 def test_frozen_parameters_have_weights_only() -> None:
     frozen = [Parameter("w", (4, 2), "bfloat16", trainable=False, unit=0)]
     layouts: tuple[LayoutName, ...] = ("mfsdp-v1", "fsdp2")
@@ -51,12 +44,6 @@ def test_frozen_parameters_have_weights_only() -> None:
         topology = Topology(2, strategy="optim_grads_params")
         memory = rank_memory(Placement(frozen, topology, layout), 0)
         assert (memory.weights, memory.main_weights, memory.gradients, memory.adam) == (8, 0, 0, 0)
-
-
-def test_hfsdp_keeps_an_inner_part_of_weights_and_gradients() -> None:
-    w = [Parameter("w", (8, 2), "bfloat16", unit=0)]
-    memory = rank_memory(Placement(w, Topology(2, dp_outer=2, outer_strategy="optim")), 3)
-    assert (memory.weights, memory.main_weights, memory.gradients, memory.adam) == (16, 16, 16, 32)
 
 
 def test_two_units_and_the_root_are_gathered_at_a_time() -> None:

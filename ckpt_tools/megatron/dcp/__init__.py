@@ -2,7 +2,6 @@
 
 * `state_dict`: which keys are weights, which optimizer states; names without what wrappers put around them
 * `one_model`: which keys of two state dicts are the same, where one has its model inside of a wrapper
-* `index_names`: which parameter an optimizer means that numbers them
-* `read`: the checkpoint of a Megatron model as a `Model`
+* `read`: the checkpoint of a Megatron model as a `Model`; names of parameters that an optimizer numbers
 * `write`: from a `Model` to a plain state dict
 """

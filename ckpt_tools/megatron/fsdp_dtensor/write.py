@@ -9,14 +9,18 @@ from functools import partial
 from typing import Any
 
 from ckpt_tools.errors import MappingError, UsageError, raise_if
-from ckpt_tools.megatron.fsdp_dtensor.flatten import leaves
-from ckpt_tools.megatron.fsdp_dtensor.gating import GatingChoice, mark_gated
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
-from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter, live_parameters
+from ckpt_tools.megatron.fsdp_dtensor.parameters import (
+    GatingChoice,
+    LiveParameter,
+    live_parameters,
+    mark_gated,
+)
 from ckpt_tools.megatron.fsdp_dtensor.tensors import (
     Prefixes,
     backfill_groups,
     group_objects,
+    leaves,
     model_tensors,
     rng_items,
     roles_of,
@@ -37,7 +41,7 @@ from ckpt_tools.megatron.names import (
     dialect_for,
 )
 from ckpt_tools.megatron.param_groups import Membership, derive_memberships, merge_map, rules_from_args
-from ckpt_tools.megatron.run_state.bridge import ARGS_FROM_MODEL_CONFIG, args_from_model_config
+from ckpt_tools.megatron.run_state.common_state import ARGS_FROM_MODEL_CONFIG, args_from_model_config
 from ckpt_tools.megatron.run_state.record import Size
 from ckpt_tools.megatron.torch_dist.optimizers import (
     refuse_missing_states,

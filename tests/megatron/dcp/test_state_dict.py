@@ -13,8 +13,7 @@ import ckpt_tools
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.errors import MappingError
 from ckpt_tools.formats.locate.detect import locate
-from ckpt_tools.megatron.dcp.index_names import OpenChoiceError, name_numbers
-from ckpt_tools.megatron.dcp.read import megatron_fields, owners
+from ckpt_tools.megatron.dcp.read import OpenChoiceError, megatron_fields, name_numbers, owners
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
 from ckpt_tools.megatron.fsdp_dtensor.read import SmallValues
 from ckpt_tools.model.box import full_box

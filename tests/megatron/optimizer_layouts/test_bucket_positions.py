@@ -15,9 +15,8 @@ from ckpt_tools.formats.dcp.metadata_read import read_catalog
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.formats.torch_archive.item_reader import load_object
 from ckpt_tools.megatron.keys import bucket_key
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_content import Reader
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_positions import Stretch, place_by_position
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import find_stretches
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_order import Stretch, place_by_position
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import Reader, find_stretches
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import (
     find_buffers,
     weight_pieces,

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.errors import VerificationError
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_content import Reader
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import find_stretches
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import Reader, find_stretches
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import find_buffers, weight_pieces
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import bucket_states
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates

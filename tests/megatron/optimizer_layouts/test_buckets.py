@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
 from ckpt_tools.formats.torch_archive.object_writer import dump_archive
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_content import round_bits, windows
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import round_bits, windows
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import find_buffers, flatten, weight_pieces
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import coalesced_buffers
 from ckpt_tools.model.box import Box

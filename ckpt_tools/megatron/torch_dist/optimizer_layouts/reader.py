@@ -11,9 +11,13 @@ from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.torch_archive.item_reader import TensorBytes, load_object, outline_object
 from ckpt_tools.megatron.keys import bucket_key, bucket_object, canonical_kind, state_key
 from ckpt_tools.megatron.run_state.common_state import CommonState
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_content import Reader
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_positions import Stretch
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import Share, by_threads, find_stretches
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_order import Stretch
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import (
+    Reader,
+    Share,
+    by_threads,
+    find_stretches,
+)
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import (
     Bucket,
     Buffer,
