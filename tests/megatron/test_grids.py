@@ -47,7 +47,7 @@ def test_the_grid_is_that_of_the_args(args, dialect, given, expected):
 @pytest.mark.parametrize(
     ("args", "gpus", "message"),
     [
-        (sizes(ep=2), None, "nothing tells how many: give --gpus"),
+        (sizes(ep=2), None, "their number is unknown: give --gpus"),
         (sizes(ep=2, tp=2), 3, "3 GPUs are not a multiple of TP x PP"),
         (sizes(ep=2, tp=2), 0, "0 GPUs are not a multiple"),
     ],

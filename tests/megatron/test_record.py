@@ -58,18 +58,21 @@ def with_tp(tp: object) -> dict[str, object]:
     return {"topology": GOOD["topology"] | {"tp": tp}}
 
 
+CHANGED: list[dict[str, object]] = [
+    {"schema_version": 2}, {"target": 3}, {"target": "mxin"}, {"tokens": True}, {"tokens": 0}, {"fprmat": "dcp"},
+    {"topology": GOOD["topology"] | {"up": None}}, {"topology": []}, with_tp(2),
+    with_tp({"ranks": 2.0, "source": ""}),
+    with_tp({"ranks": -2, "source": ""}), with_tp({"ranks": 2, "source": None}),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "content",
     [
         *(b"", b"\xff\xfe", b"[]", b"null", b"[" * 100_000, b"{}", b" " * (2 << 20)),
-        *(json.dumps(GOOD | changed).encode() for changed in (
-            {"schema_version": 2}, {"target": 3}, {"target": "mxin"}, {"tokens": True}, {"tokens": 0},
-            {"fprmat": "dcp"}, {"topology": GOOD["topology"] | {"up": None}}, {"topology": []}, with_tp(2),
-            with_tp({"ranks": 2.0, "source": ""}), with_tp({"ranks": -2, "source": ""}),
-            with_tp({"ranks": 2, "source": None}),
-        )),
+        *(json.dumps(GOOD | changed).encode() for changed in CHANGED),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_record_is_refused_by_name(tmp_path, content):
     with pytest.raises(CorruptCheckpointError, match=RECORD_FILE):
         read(tmp_path, content)

@@ -288,7 +288,7 @@ NO_FILES: Any = None  # nothing is read: keys are refused before
         ([entry("model.module.a.weight_w", 2), entry("model.module.a.weight_v", 2),
           entry("optimizer.state.module.a.weight_w.exp_avg", 2)], MappingError, "halves have states"),
         ([entry("model.module.a.weight", 2), entry("optimizer.state.module.a.weight.fp32_param", 2)],
-         UnsupportedCheckpointError, "fp32 masters stand among the optimizer states"),
+         UnsupportedCheckpointError, "fp32 masters are among the optimizer states"),
         ([entry("surprise", 2)], MappingError, "no rule accounts for.*\n.*surprise"),
     ],
 )  # fmt: skip

@@ -179,21 +179,6 @@ def test_boxes_of_parts_hold_the_rows_of_the_live_tensor(
         assert np.concatenate(found or [live[:0]]).tolist() == mine.tolist()
 
 
-def test_replicas_are_held_by_all_and_written_once() -> None:
-    parameters = [Parameter("w", (4, 2), "float32"), Parameter("bias", (3,), "float32", buffer=True)]
-    hsdp = Placement(parameters, Topology(2, dp_outer=2))
-    assert (
-        list(hsdp.boxes(0)) == list(hsdp.boxes(2)) == [("w", Box((0, 0), (2, 2))), ("bias", Box((0,), (3,)))]
-    )
-    assert [len(list(hsdp.written(rank))) for rank in range(4)] == [2, 1, 0, 0]
-    hfsdp = Placement(parameters, Topology(2, dp_outer=2, outer_strategy="optim"))
-    rows = [dict(hfsdp.boxes(rank))["w"].start[0] for rank in range(4)]
-    assert rows == [0, 2, 1, 3]  # the outer parts of one inner coordinate are neighbours
-    whole = Placement(parameters, Topology(2, dp_outer=2, strategy="no_shard"))
-    assert all(dict(whole.boxes(rank))["w"] == Box((0, 0), (4, 2)) for rank in range(4))
-    assert [len(list(whole.written(rank))) for rank in range(4)] == [2, 0, 0, 0]
-
-
 MIDROW = [Parameter(f"p{i}", shape, "bfloat16") for i, shape in enumerate([(7, 10), (2, 3), (2, 3)])]
 
 

@@ -1,6 +1,6 @@
 """READ: the plain state dict of a Megatron model, as Megatron's `torch_dcp` or our own `--to dcp` writes it.
 
-Weights have the names of the running model, and masters stand beside them (`torch_dcp`) or in their place. What is
+Weights have the names of the running model, and masters are next to them (`torch_dcp`) or in their place. What is
 not a parameter or its state is nested as the training job had it. From there on it is read as `fsdp_dtensor` is.
 """
 
@@ -67,7 +67,6 @@ def dcp_model(
     layer_spec: LayerSpec | None = None,
     weights_only: bool = False,
 ) -> Model:
-    """The model that a plain state dict of a Megatron job holds."""
     refuse_group_map(files.location, catalog)
     catalog, left_out = leave_out(catalog, ignored)
     found = read_state_dict(catalog)
@@ -75,7 +74,7 @@ def dcp_model(
         some = ", ".join(list(found.weights)[:3])
         raise UnsupportedCheckpointError(
             f"{files.location} is a PyTorch state dict, and its weights ({some}, ...) do not have the names of a "
-            "Megatron model. It can be laid out anew as what it is (convert --to dcp --dp-shard N). If the names are "
+            "Megatron model. It can be re-sharded (convert --to dcp --dp-shard N). If the names are "
             "Hugging Face's, export-hf SRC HF --hf-config MODEL makes the folder, where MODEL has the config.json; "
             "other names are translated by the program that trained it (torchtitan: "
             "scripts/checkpoint_conversion/convert_to_hf.py). import-hf makes a Megatron checkpoint of such a folder"
@@ -170,8 +169,8 @@ def _parameters(
     named, masters = numbered(optimizer, members, found, catalog, rounds)
     for group, numbers in zip(plain, members, strict=True):
         for number in numbers:
-            beside = {MASTER: masters[number]} if number in masters else {}
-            states = beside | dict(optimizer.states.get(str(number), {}))
+            master = {MASTER: masters[number]} if number in masters else {}
+            states = master | dict(optimizer.states.get(str(number), {}))
             if states:
                 yield named[number], states, group
 
@@ -183,7 +182,7 @@ def numbered(
     catalog: Catalog,
     rounds: Rounds | None,
 ) -> tuple[dict[int, str], dict[int, str]]:
-    """The name and the master's key of every number; masters stand for the 16-bit parameters of a group in order."""
+    """The name and the master's key of every number; masters are of the 16-bit parameters of a group in order."""
     parameters = {
         name: catalog.tensors[key].shape
         for name, key in found.weights.items()
@@ -264,7 +263,6 @@ def megatron_fields(fields: Mapping[str, Any], step: float | None) -> Mapping[st
 
 
 def _value(key: str, catalog: Catalog, values: SmallValues) -> Any:
-    """A group's field: an object, or a number that was kept as a tensor."""
     value = values.at(catalog, key)
     return step_number(value) if key in catalog.tensors else value
 
@@ -272,7 +270,6 @@ def _value(key: str, catalog: Catalog, values: SmallValues) -> Any:
 def _tensor(
     name: str, key: str, states: Mapping[str, str], catalog: Catalog, values: SmallValues
 ) -> FsdpTensor:
-    """A weight and its states as they stand."""
     weight = catalog.tensors[key]
     kept: dict[str, TensorEntry] = {WEIGHT: weight}
     step = None

@@ -174,8 +174,8 @@ def part_order(base: str, parts: Iterable[str]) -> tuple[str, ...]:
 class FsdpTensor:
     """One parameter or buffer of the running model; `shape` is global and unsplit, in elements.
 
-    Kinds of `values` are `WEIGHT` and the optimizer's own (exp_avg, ...). `step` is torch Adam's, which stands beside
-    the states; a fused Adam keeps it in the group.
+    Kinds of `values` are `WEIGHT` and the optimizer's own (exp_avg, ...). `step` is torch Adam's, which is stored
+    next to the states; a fused Adam keeps it in the group.
     """
 
     name: str
@@ -185,7 +185,6 @@ class FsdpTensor:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Kinds of optimizer state that are stored."""
         return tuple(kind for kind in self.values if kind != WEIGHT)
 
 
@@ -217,7 +216,7 @@ def stored_parameters(
 ) -> list[StoredParameter]:
     """Stored parameters of the model in the order of its live tensors.
 
-    `tp` is the tensor-parallel size of the job that wrote the tensors, None when nothing tells it; `local_norms`
+    `tp` is the tensor-parallel size of the job that wrote the tensors, None if unknown; `local_norms`
     whether its norms are modules of their own where Transformer Engine fuses them, None when nobody said.
     """
     hybrid = any(f"{MTP_LIVE}layers." in tensor.name for tensor in tensors)

@@ -75,7 +75,7 @@ class FsdpSource:
 
     @property
     def tp(self) -> Size | None:
-        """For how many tensor-parallel ranks its packed projections are, None when nothing tells."""
+        """For how many tensor-parallel ranks its packed projections are, None if unknown."""
         return stored_tp(self.record, self.rng, self.common.args)
 
     def known_tp(self, asked: int | None) -> int | None:
@@ -248,7 +248,7 @@ def _sort_keys(
 
 
 def _join(weights: Mapping[str, TensorEntry], states: _States, values: SmallValues) -> tuple[FsdpTensor, ...]:
-    """Live tensors in stored order, halves joined where the first of them stood."""
+    """Live tensors in stored order, halves joined in the place of the first."""
     _refuse_masters(states)
     problems = [
         f"optimizer state of {name}: there is no such weight" for name in states if name not in weights
@@ -278,7 +278,7 @@ def _refuse_masters(states: _States) -> None:
     raise_if(
         masters,
         UnsupportedCheckpointError,
-        "fp32 masters stand among the optimizer states, where Megatron-FSDP neither writes nor reads them (the "
+        "fp32 masters are among the optimizer states, where Megatron-FSDP neither writes nor reads them (the "
         "converter of Megatron-LM does); `repair` puts those that round to the weights in their place, and "
         "--weights-only converts the model's values alone",
     )
@@ -312,7 +312,6 @@ def _tensor(
 
 
 def step_number(tensor: StoredTensor) -> float:
-    """The 0-d fp32 step as a number."""
     if tensor.dtype != "float32" or tensor.shape:
         raise MappingError(f"a step is a 0-d float32 tensor, found {tensor.dtype} {tensor.shape}")
     return float(struct.unpack("<f", tensor.data)[0])
@@ -364,7 +363,7 @@ def fsdp_model(
 def _parameter(
     stored: StoredParameter, source: FsdpSource, group_of: Mapping[str, int], with_optimizer: bool
 ) -> Parameter:
-    """What is stored in the place of a trained weight is its fp32 master, unless that stands beside it."""
+    """What is stored for a trained weight is its fp32 master, unless that is stored as a state."""
     tensor = stored.tensor
     kept = tensor.values[WEIGHT].dtype
     values = {}
@@ -384,7 +383,7 @@ def _parameter(
 def _groups(source: FsdpSource) -> tuple[list[Group], dict[str, int]]:
     """Distinct sets of group fields, and for each trained tensor the number of its own.
 
-    Every parameter has the fields of its group beside it; those with equal fields make a group.
+    Every parameter has the fields of its group; those with equal fields make a group.
     """
     fields = {_spelling(name): dict(group) for name, group in source.groups.items()}
     unused = set(fields)
@@ -432,7 +431,7 @@ def _spelling(name: str) -> str:
 
 
 def _group_names(name: str) -> Iterator[str]:
-    """Names under which the group of a tensor may stand: its own, or that of the projection it is a part of."""
+    """Names under which the group of a tensor may be stored: its own, or that of the projection it is a part of."""
     spelled = _spelling(name)
     yield spelled
     if part_of := split_projection(spelled):
@@ -464,7 +463,7 @@ class LocalNumbers:
 
     @property
     def offset(self) -> int | None:
-        """What is to be added to the weights' numbers; None where several stages stood under one number."""
+        """What is to be added to the weights' numbers; None where several stages had one number."""
         if not self.states or len(self.states) != len(self.weights):
             return None
         shift = self.states[0] - self.weights[0]
@@ -472,11 +471,11 @@ class LocalNumbers:
 
     def __str__(self) -> str:
         held = f", the optimizer's states layers {ranges(self.states)}" if self.states else ""
-        told = "" if self.layers is None else f", the args say {self.layers} layers"
+        of_args = "" if self.layers is None else f", the args say {self.layers} layers"
         met = "" if self.offset is not None else ", one over the other: those of other stages are lost"
         met = met if self.states else ", and no optimizer states tell of which stage they are"
         return (
-            f"{ISSUE}: the weights are of layers {ranges(self.weights)}{held}{told} and {self.stages} pipeline "
+            f"{ISSUE}: the weights are of layers {ranges(self.weights)}{held}{of_args} and {self.stages} pipeline "
             f"stages: the weights were saved under the numbers that layers have inside of their stage{met}"
         )
 
@@ -504,8 +503,8 @@ def local_numbers(
     held, named = _layers(weights), _layers(states)
     count = common.arg("num_layers")
     layers = count if isinstance(count, int) else None
-    told = common.arg("pipeline_model_parallel_size")
-    stages = max(stages, told if isinstance(told, int) else 1)
+    size = common.arg("pipeline_model_parallel_size")
+    stages = max(stages, size if isinstance(size, int) else 1)
     if not held or stages < 2 or held != tuple(range(len(held))):
         return None
     is_short = bool(set(named) - set(held)) if named else layers is not None and len(held) < layers

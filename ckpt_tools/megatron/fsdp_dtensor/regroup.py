@@ -92,9 +92,9 @@ def _regrouped(source: FsdpSource, writer: int | None, tp: int) -> Iterator[tupl
         return
     if writer is None:
         raise UsageError(
-            f"{packed[0]}: its rows cannot be regrouped for tensor parallel size {tp}, as nothing tells for which "
-            "size they are: the checkpoint holds no rng states and no record of a conversion. Lay out the torch_dist "
-            "checkpoint that this one was made from instead"
+            f"{packed[0]}: its rows cannot be regrouped for tensor parallel size {tp}, as the size they "
+            "are for is unknown: the checkpoint holds no rng states and no record of a conversion. Lay out the "
+            "torch_dist checkpoint that this one was made from instead"
         )
     parts: dict[str, list[StoredParameter]] = {}
     for part in stored_parameters(source.tensors, writer, None):

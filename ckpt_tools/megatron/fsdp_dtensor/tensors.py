@@ -94,7 +94,7 @@ def _cut(value: Value, half: Half) -> Value:
 
 
 def running_dtype(parameter: LiveParameter) -> str | None:
-    """Element type of the parameter in the running model, None where nothing tells it."""
+    """Element type of the parameter in the running model, None if unknown."""
     found = {p.dtype for p in parameter.stored}
     if len(found) > 1:
         raise MappingError(

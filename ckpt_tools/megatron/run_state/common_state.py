@@ -92,21 +92,34 @@ class CommonState:
 
     @property
     def iteration(self) -> int | None:
-        """Training steps done."""
         value = self.values.get("iteration")
         return value if isinstance(value, int) else None
 
 
 def read_common_state(files: Files, catalog: Catalog, trust_pickle: bool = False) -> CommonState:
     """The common state of a checkpoint, its values checked; empty (source None) when it has none."""
-    found = _read(files, catalog, trust_pickle)
-    _check(
-        found.values,
-        {"common.pt": f"{COMMON_FILE}: ", "common_state": f"{COMMON_OBJECT}: "}.get(found.source or "", ""),
-    )
-    for name, section in (("model", found.model_config), ("optimizer", found.optimizer_config)):
+    config = _run_config(files)
+    sections = {name: _section(config, name) for name in ("model", "optimizer")}
+    source: Literal["common.pt", "common_state", "items"] | None
+    if files.exists(COMMON_FILE):
+        stored = load_object(files, whole_file(files, COMMON_FILE), trust_pickle)
+        values, source, where = (
+            _as_dict(stored, f"{files.location}/{COMMON_FILE}"),
+            "common.pt",
+            f"{COMMON_FILE}: ",
+        )
+    elif entry := catalog.objects.get(COMMON_OBJECT):
+        stored = load_object(files, entry.item, trust_pickle)
+        stored = stored[0] if isinstance(stored, list) and len(stored) == 1 else stored
+        values, source, where = _as_dict(stored, COMMON_OBJECT), "common_state", f"{COMMON_OBJECT}: "
+    else:
+        items = {key: catalog.objects[key].item for key in COMMON_ITEMS if key in catalog.objects}
+        values = {key: load_object(files, item, trust_pickle) for key, item in items.items()}
+        source, where = "items" if values else None, ""
+    _check(values, where)
+    for name, section in sections.items():
         check_settings(section, f"{RUN_CONFIG}: {name}")
-    return found
+    return CommonState(values, source, sections["model"], sections["optimizer"])
 
 
 def _check(values: dict[str, Any], where: str) -> None:
@@ -121,25 +134,6 @@ def _check(values: dict[str, Any], where: str) -> None:
         if values.get(name) is not None:
             fields_at(values[name], f"{where}{name}")
     optimizer_groups(values.get("optimizer"), f"{where}optimizer")
-
-
-def _read(files: Files, catalog: Catalog, trust_pickle: bool) -> CommonState:
-    config = _run_config(files)
-    sections = _section(config, "model"), _section(config, "optimizer")
-    if files.exists(COMMON_FILE):
-        values = load_object(files, whole_file(files, COMMON_FILE), trust_pickle)
-        return CommonState(_as_dict(values, f"{files.location}/{COMMON_FILE}"), "common.pt", *sections)
-    entry = catalog.objects.get(COMMON_OBJECT)
-    if entry is not None:
-        wrapped = load_object(files, entry.item, trust_pickle)
-        values = wrapped[0] if isinstance(wrapped, list) and len(wrapped) == 1 else wrapped
-        return CommonState(_as_dict(values, COMMON_OBJECT), "common_state", *sections)
-    found = {
-        key: load_object(files, catalog.objects[key].item, trust_pickle)
-        for key in COMMON_ITEMS
-        if key in catalog.objects
-    }
-    return CommonState(found, "items" if found else None, *sections)
 
 
 def _as_dict(values: Any, where: str) -> dict[str, Any]:
@@ -190,7 +184,7 @@ def fsdp_run_config(text: bytes) -> bytes:
 def args_from_model_config(model: Mapping[str, Any], iteration: int, swiglu: bool | None = None) -> StandIn:
     """An `argparse.Namespace` with what Megatron-LM asks of a checkpoint, from a Bridge run's own settings.
 
-    All the others stand in it by Bridge's names: once run_config.yaml is gone, they alone tell what the model is.
+    All the others are in it by Bridge's names: once run_config.yaml is gone, they alone tell what the model is.
     `swiglu` is what they say of it. An empty one, for a source that has no settings at all, still lets a job start
     with `--finetune`.
     """

@@ -23,7 +23,7 @@ class ModelSettings:
     hybrid: bool = False  # a HybridModel: never with local norms
     grouped_experts: bool | None = None
     fused_mla_down: bool = False
-    half_precision: bool | None = None  # trained in bf16 or fp16, so an fp32 master stands beside each weight
+    half_precision: bool | None = None  # trained in bf16 or fp16, so each weight has an fp32 master
     num_layers: int | None = None
     tp: int | None = None
     bridge: bool = False
@@ -149,7 +149,6 @@ def tensor_parallel_problems(tp: int, setting: Setting, names: Iterable[str]) ->
 
 
 def refuse_tensor_parallel(tp: int, setting: Setting, names: Iterable[str]) -> None:
-    """Raise UsageError if the model does not run on `tp` tensor-parallel ranks."""
     problems = tensor_parallel_problems(tp, setting, names)
     what = f"no job of tensor parallel size {tp} can load this model"
     raise_if(problems, UsageError, what, "Give the size of one that can with --tp")

@@ -62,7 +62,6 @@ class SortedKeys:
 
 
 def sort_keys(catalog: Catalog) -> SortedKeys:
-    """Every key of the catalog, as parameters, optimizer keys and objects."""
     optimizer = [key for key in catalog.tensors if is_optimizer_key(key)]
     weights = [entry for key, entry in catalog.tensors.items() if not is_optimizer_key(key)]
     parameters = [parameter for entry in weights for parameter in slices_of(entry)]
@@ -164,7 +163,6 @@ class Stack:
 
     @property
     def weight(self) -> Value:
-        """Its parameters' weights as one tensor."""
         return stack(self.key, {index: p.weight for index, p in self.members.items()}, self.lead)
 
     def state(self, role: str) -> Value:
@@ -244,28 +242,22 @@ def _choose(
         _refuse_partial_layers(layers)
     choice, notes = {}, []
     for block, found in layers.items():
-        alike = len({frozenset(content) for content in found.values()}) == 1
+        are_equal = len({frozenset(content) for content in found.values()}) == 1
         never = f".{block}".startswith(".mtp.") or ".mtp." in block or _is_hybrid(found)
-        if stacked and not never and not alike:
+        if stacked and not never and not are_equal:
             raise MappingError(f"{block}*: its layers hold different parameters and cannot be stacked")
-        wanted, why = _wanted(block, stacked, stored if common.of_torch_dist else {}, reason)
-        choice[block] = wanted and alike and not never
+        if stacked is not None:
+            wanted, why = stacked, "as asked for"
+        elif common.of_torch_dist and block in stored:
+            wanted, why = stored[block], "as in the source"
+        else:
+            wanted, why = reason is None or "vision_model." in block, reason or ""
+        choice[block] = wanted and are_equal and not never
         if not never:
-            why = why if alike or stacked is not None else "its layers differ"
+            why = why if are_equal or stacked is not None else "its layers differ"
             form = "one tensor for all layers" if choice[block] else "a tensor for each layer"
             notes.append(f"{block}*: {form}" + (f" ({why})" if why else ""))
     return choice, notes
-
-
-def _wanted(
-    block: str, asked: bool | None, stored: Mapping[str, bool], reason: str | None
-) -> tuple[bool, str | None]:
-    """Whether a block is to be stacked, and why: as asked for, as the source has it, or as the settings say."""
-    if asked is not None:
-        return asked, "as asked for"
-    if block in stored:
-        return stored[block], "as in the source"
-    return not reason or "vision_model." in block, reason
 
 
 def _refuse_partial_layers(layers: Mapping[str, Mapping[int, set[_Content]]]) -> None:
@@ -287,7 +279,7 @@ def _refuse_partial_layers(layers: Mapping[str, Mapping[int, set[_Content]]]) ->
 
 
 def _is_hybrid(layers: Mapping[int, Iterable[_Content]]) -> bool:
-    """Whether a block is a hybrid or Mamba stack, whose layers always stand alone (ssm/mamba_block.py)."""
+    """Whether a block is a hybrid or Mamba stack, whose layers are never stacked (ssm/mamba_block.py)."""
     return any(
         rest.startswith(("mixer.", "mamba_mixer.")) for found in layers.values() for rest, _, _ in found
     )

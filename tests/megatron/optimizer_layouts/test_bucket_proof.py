@@ -103,7 +103,7 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
             (1, QKV, (1,)),
             r"dp_group_idx_0: holds the shards \[0, 1\] of 2.*linear_qkv.weight \[1\]",
         ),
-        ((0, EMBEDDING, ()), (0, OUTPUT, ()), r"embedding.*stands before.*against the order"),
+        ((0, EMBEDDING, ()), (0, OUTPUT, ()), r"embedding.*is before.*against the order"),
     ],
 )
 def test_exchanged_segments_are_refused_by_name(
@@ -188,5 +188,5 @@ def test_frozen_weights_have_no_state() -> None:
     chunk = entry.chunks[0]._replace(item=item)
     made.catalog.tensors[entry.key] = type(entry)(entry.key, entry.dtype, entry.shape, (chunk,))  # type: ignore[index]
     states = recover(made)
-    assert not states.has("master", entry.key)
+    assert ("master", entry.key) not in states.states
     assert_recovered(made, states)

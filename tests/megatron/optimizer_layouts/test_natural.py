@@ -47,7 +47,7 @@ def test_both_spellings_of_masters_and_the_chain_prefix(prefix: str, master: str
     assert found.kinds == (*(["master"] if master else []), "exp_avg", "momentum_buffer")
     if master:
         assert found.sources("master", WEIGHT, (3,)) == (Source(stored[master], (Select(0, 3),)),)
-        assert found.dtype("exp_avg", WEIGHT) == "float32"
+        assert found.states["exp_avg", WEIGHT].dtype == "float32"
     else:
         with pytest.raises(MappingError, match=f"no optimizer state 'master' is stored for {WEIGHT}"):
             found.sources("master", WEIGHT)

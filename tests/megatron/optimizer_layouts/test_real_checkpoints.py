@@ -77,7 +77,7 @@ def collect(opened: Opened) -> dict[str, list[tuple[Slice, Bits]]]:
         )
         out.setdefault(f"model/{names}", []).append((parameter, read_weight(files, catalog, parameter)))
         for kind in states.kinds if states is not None else ():
-            if states is not None and states.has(kind, parameter.key):
+            if states is not None and (kind, parameter.key) in states.states:
                 sources = states.sources(kind, parameter.key, parameter.lead)
                 value = read_sources(files, catalog, states, sources)
                 out.setdefault(f"{kind}/{names}", []).append((parameter, value))

@@ -61,7 +61,7 @@ def stored(
 def master(folder: Path, catalog: Catalog, states: OptimizerStates, name: str) -> bytes:
     shape = catalog.tensors[name].shape
     target = TargetTensor(
-        "t", states.dtype("master", name), shape, states.sources("master", name), zero_filled=False
+        "t", states.states["master", name].dtype, shape, states.sources("master", name), zero_filled=False
     )
     return read_box(open_files(str(folder)), catalog, target, full_box(shape)).tobytes()
 
@@ -93,7 +93,7 @@ ZERO = (np.zeros(4, np.uint16), np.zeros(4, np.float32))
 def test_what_can_be_both_follows_the_others(tmp_path: Path) -> None:
     weight, remainder, joined = numbers()
     _, states = stored(tmp_path / "1", {"a.weight": (weight, remainder), "a.bias": ZERO})
-    assert states.dtype("master", "a.bias") == "float32"
+    assert states.states["master", "a.bias"].dtype == "float32"
     assert len(states.payloads) == 2
     _, states = stored(tmp_path / "2", {"a.weight": (weight, joined), "a.bias": ZERO})
     assert not states.has_made

@@ -25,11 +25,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import ALIGNMENT, FP8, Bucket, Buffer, Piece
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import FP8, Bucket, Buffer, Piece, aligned
 from ckpt_tools.model.catalog import Chunk
 from ckpt_tools.model.roles import MASTER
 
@@ -83,7 +83,6 @@ class Convention(NamedTuple):
 
 
 def conventions(shared_embedding: bool) -> tuple[Convention, ...]:
-    """What is possible when `shared_embedding` is known."""
     choices = itertools.product((False, True), repeat=2)
     return tuple(Convention(norms, experts, shared_embedding) for norms, experts in choices)
 
@@ -113,7 +112,7 @@ def registration_rank(piece: Piece, convention: Convention) -> Rank:
 
 
 def first_out_of_order(ranks: Sequence[Rank]) -> int | None:
-    """Index of the first rank that stands above the one before it, or None; in a buffer ranks descend."""
+    """Index of the first rank that is above the one before it, or None; in a buffer ranks descend."""
     pairs = enumerate(itertools.pairwise(ranks), start=1)
     return next((i for i, (before, after) in pairs if after.compare(before) > 0), None)
 
@@ -139,12 +138,12 @@ def settle(
     """The piece in each slot of a buffer (in the buffer's order), or None when this convention leaves a choice.
 
     A slot with one look-alike is certain. Between two certain slots of known rank, each set of look-alikes
-    must have exactly as many allowed members as slots; they then stand in descending order.
+    must have exactly as many allowed members as slots; they are then in descending order.
 
     Example: one layer whose two norms hold nothing but ones. The buffer, registered last to first, has the slots
     ``fc2 fc1 ? qkv ? proj``. Where norms belong to the linear behind them (Transformer Engine), only the MLP's norm
-    can stand between fc1 and qkv, and only attention's between qkv and proj: each has its slot. Where they are
-    modules of their own, attention's was registered before proj and cannot stand there: no candidate, so this
+    can be between fc1 and qkv, and only attention's between qkv and proj: each has its slot. Where they are
+    modules of their own, attention's was registered before proj and cannot be there: no candidate, so this
     convention drops out. Two candidates for one slot would leave a choice; a guess could be a silent swap.
     """
     usable = set(allowed)
@@ -161,9 +160,19 @@ def settle(
                 groups.setdefault(slots[i], []).append(i)
         for alike, positions in groups.items():
             candidates = (p for p in alike.members if p in usable and p not in certain)
-            fitting = [p for p in candidates if _inside(ranks[p], above, below)]
+            fitting = [
+                p
+                for p in candidates  # a rank of unknown order fits anywhere
+                if (above is None or ranks[p].compare(above) <= 0)
+                and (below is None or ranks[p].compare(below) >= 0)
+            ]
             # Fewer: this convention cannot be right. More: it leaves a choice.
-            if len(fitting) != len(positions) or (len(fitting) > 1 and not _distinct(fitting, ranks)):
+            if len(fitting) != len(positions):
+                return None
+            is_ordered = all(ranks[p].complete for p in fitting) and len({ranks[p] for p in fitting}) == len(
+                fitting
+            )
+            if len(fitting) > 1 and not is_ordered:
                 return None
             fitting.sort(key=lambda p: ranks[p].steps, reverse=True)
             for i, piece in zip(positions, fitting, strict=True):
@@ -171,16 +180,6 @@ def settle(
     # Each gap was settled on its own; together, and with the certain ones, they must still descend.
     settled = [p for p in result if p is not None]
     return None if first_out_of_order([ranks[p] for p in settled]) is not None else settled
-
-
-def _inside(rank: Rank, above: Rank | None, below: Rank | None) -> bool:
-    """Whether a rank can lie between two others; one of unknown order can."""
-    return (above is None or rank.compare(above) <= 0) and (below is None or rank.compare(below) >= 0)
-
-
-def _distinct(pieces: Sequence[Piece], ranks: Mapping[Piece, Rank]) -> bool:
-    """Whether the order of these pieces is known."""
-    return all(ranks[p].complete for p in pieces) and len({ranks[p] for p in pieces}) == len(pieces)
 
 
 # ---- order by position: the shard of each stretch of a bucket where samples of masters do not find it
@@ -304,7 +303,7 @@ def _place(
 ) -> list[Stretch]:
     """The pieces of one rank in its buffers, of which there is one for each stage of a virtual pipeline.
 
-    A shared `embedding` may stand before all others.
+    A shared `embedding` may be before all others.
     """
     live = _live_parameters(memory[0], held, problems)
     if live is None:
@@ -377,7 +376,7 @@ def _lay_out(buckets: Sequence[Bucket], order: Iterable[_Live]) -> list[Stretch]
             if following is None:
                 return None
             bucket, at = following, 0
-        start = -(-at // ALIGNMENT) * ALIGNMENT
+        start = aligned(at)
         stop = start + live.numel
         if not (_is_run(bucket, at, start) and _is_run(bucket, start, stop)):
             return None

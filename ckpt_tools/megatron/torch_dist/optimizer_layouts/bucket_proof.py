@@ -39,6 +39,7 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import (
     Buffer,
     Flat,
     Piece,
+    aligned,
 )
 from ckpt_tools.model.catalog import Chunk
 from ckpt_tools.model.dtypes import itemsize
@@ -79,7 +80,6 @@ class Share(Protocol):
 
 
 def by_threads(work: Callable[[Job], Result], jobs: Sequence[Job], sizes: Sequence[int]) -> list[Result]:
-    """By threads of this process."""
     del sizes
     with ThreadPoolExecutor(min(usable_cores(), _MOST_THREADS)) as pool:
         return list(pool.map(work, jobs))
@@ -114,7 +114,11 @@ def find_stretches(
         walked.append((buffer, found))
     seen = {s.alike for _, slots in walked for s in slots}
     unseen_parts = _half_found(pieces, (p for alike in seen for p in alike.members))
-    by_content = _assign(walked, _conventions(pieces), problems)
+    names = {p.name for p in pieces}
+    own_output = any(name.endswith("output_layer.weight") for name in names)
+    # a second copy of the embedding can be the output layer's, or serve the MTP layers
+    tried = conventions(shared_embedding=not own_output or any("mtp." in name for name in names))
+    by_content = _assign(walked, tried, problems)
     placed = {stretch.piece for stretch in by_content}
     left = [piece for piece in pieces if piece not in placed]
     by_place = place_by_position(buffers, encoded, left, problems, lambda s: _fp8_mismatch(s, reader) is None)
@@ -135,13 +139,6 @@ def find_stretches(
     return stretches
 
 
-def _conventions(pieces: Sequence[Piece]) -> tuple[Convention, ...]:
-    """All conventions; a second copy of the embedding can stand for the output layer or serve the MTP layers."""
-    names = {p.name for p in pieces}
-    own_output = any(name.endswith("output_layer.weight") for name in names)
-    return conventions(shared_embedding=not own_output or any("mtp." in name for name in names))
-
-
 def _walk(bucket: Bucket, index: PieceIndex, reader: Reader, problems: list[str]) -> list[_Slot]:
     """The stretches of a bucket that look like weight shards, padding left out; chunks tell where they start."""
     bounds = bucket.bounds or frozenset()
@@ -157,7 +154,7 @@ def _walk(bucket: Bucket, index: PieceIndex, reader: Reader, problems: list[str]
                 at, before = stop, alike
                 break
         else:
-            padded = _align(at)
+            padded = aligned(at)
             if at % ALIGNMENT and {at, padded} <= bounds and padded < bucket.numel:
                 at, before = padded, None
                 continue
@@ -175,7 +172,7 @@ def _walk_coalesced(bucket: Bucket, index: PieceIndex, reader: Reader, problems:
     slots: list[_Slot] = []
     at, base, before = 0, 0, None
     while at < bucket.numel:
-        padded = base + _align(at - base)
+        padded = base + aligned(at - base)
         here = list(index.matches(bucket, at, reader))
         alike = next((a for a in here if padded == at or index.continues(before, a)), None)
         if alike is None and at < padded < bucket.numel:
@@ -192,10 +189,6 @@ def _walk_coalesced(bucket: Bucket, index: PieceIndex, reader: Reader, problems:
         slots.append(_Slot(bucket, at, alike))
         at, before = at + alike.numel, alike
     return slots
-
-
-def _align(at: int) -> int:
-    return -(-at // ALIGNMENT) * ALIGNMENT
 
 
 def _assign(
@@ -263,7 +256,6 @@ def _shards_by_rank(
 
 
 def _minority(slices: Mapping[tuple[str, tuple[int, ...]], set[int]]) -> set[str]:
-    """The slices whose shards are the rarest."""
     counts = Counter(frozenset(indices) for indices in slices.values())
     rarest = min(counts, key=lambda indices: counts[indices])
     return {f"{key} {list(lead)}" for (key, lead), indices in slices.items() if indices == rarest}
@@ -277,17 +269,17 @@ def _why_unsettled(slots: Sequence[_Slot], tried: Sequence[Convention]) -> str:
     if None not in wrong:
         i = max(w for w in wrong if w is not None)
         first, second = (s.alike.members[0].label for s in certain[i - 1 : i + 1])
-        return f"{where}: {first} stands before {second}, against the order of registration"
+        return f"{where}: {first} is before {second}, against the order of registration"
     alike = max((s.alike for s in slots), key=lambda a: len(a.members))
     names = ", ".join(sorted(p.label for p in alike.members)[:4])
     return f"{where}: {len(alike.members)} weights have equal elements and the order leaves a choice: {names}, ..."
 
 
 def _repeated(slots: Sequence[_Slot], found: Sequence[Piece]) -> list[str]:
-    """One line per piece that stands twice in one buffer."""
+    """One line per piece that is twice in one buffer."""
     seen: dict[Piece, _Slot] = {}
     return [
-        f"{slot.bucket.name}: {piece.label} stands at element {slot.start} and again in {seen[piece].bucket.name} "
+        f"{slot.bucket.name}: {piece.label} is at element {slot.start} and again in {seen[piece].bucket.name} "
         f"at {seen[piece].start}"
         for slot, piece in zip(slots, found, strict=True)
         if seen.setdefault(piece, slot) is not slot
@@ -321,7 +313,6 @@ def _mismatches(stretches: Sequence[Stretch], reader: Reader, sample_only: bool,
 
 
 def _width(stretch: Stretch) -> int:
-    """Bytes of a master and of its weight."""
     return itemsize(stretch.bucket.states[MASTER].entry.dtype) + itemsize(stretch.piece.dtype)
 
 

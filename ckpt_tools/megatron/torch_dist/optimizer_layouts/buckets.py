@@ -1,4 +1,4 @@
-"""Flat optimizer buckets and the weight shards that can stand in them: what metadata alone can say.
+"""Flat optimizer buckets and the weight shards that can be in them: what metadata alone can say.
 
 `dp_reshardable` (default since core 0.15), `fully_sharded_bucket_space` and `dp_zero_gather_scatter` (up to
 0.14) store states as Megatron's buffers hold them. A buffer belongs to one rank of the model-parallel group
@@ -25,6 +25,11 @@ from ckpt_tools.model.views import Defragment, View
 
 FP8 = "uint8"  # the `param_dtype` of primary weights in FP8 (--fp8-param-gather)
 ALIGNMENT = 64  # elements; where parameters start inside a bucket
+
+
+def aligned(at: int) -> int:
+    """The first element from `at` on where a parameter can start."""
+    return -(-at // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ _EXPERT_WEIGHT = re.compile(r"^(?P<module>.*\bexperts\.experts\.)linear_fc(?P<fc
 def state_view(stored: Shape, weight: Shape, original: Shape | None, transposed: bool = False) -> View:
     """Steps from a state stored with shape `stored` to the shape of its weight.
 
-    `original` is what `mcore_data` notes for the key; without a note the shape of the weight stands in. A
+    `original` is what `mcore_data` notes for the key; without a note it is the shape of the weight. A
     state of the weight's own rank is stored as it is (1-D states before core 0.11, all states since 0.16).
     """
     shape = (*weight[:-2], weight[-1], weight[-2]) if transposed else weight

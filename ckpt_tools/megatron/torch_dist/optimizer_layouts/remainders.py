@@ -100,7 +100,6 @@ def _told_by_content(files: Files, catalog: Catalog, masters: Mapping[str, State
 
 
 def _reading(reader: Reader, state: TensorEntry, weight: TensorEntry) -> _Reading:
-    """How the sampled elements of `state` can be read."""
     import numpy as np
 
     masters = remainders = True
