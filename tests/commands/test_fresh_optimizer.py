@@ -289,8 +289,8 @@ def test_embeddings_with_a_rate_of_their_own_keep_it(tmp_path: Path) -> None:
     [
         (["convert", RUN, "--fresh-optimizer"], "goes with --weights-only"),
         (["convert", RUN, "--lr", "0.1"], "--lr: only valid with --fresh-optimizer"),
-        (["convert", RUN, "--weights-only", "--min-lr", "0.1"], "--min-lr: settings of"),
-        (["convert", *WEIGHTS, "--dtype", "float32"], "--dtype float32: fp32 masters"),
+        (["convert", RUN, "--weights-only", "--min-lr", "0.1"], "--min-lr: only valid with"),
+        (["convert", *WEIGHTS, "--dtype", "float32"], "--dtype float32: with an optimizer"),
         (["convert", *WEIGHTS, "--min-lr", "0.1"], "--min-lr 0.1 is above --lr 0.01"),
         (["convert", *WEIGHTS, "--lr", "nan"], "--lr nan is not a number of at"),
         (["convert", *WEIGHTS, "--adam-beta2", "1"], "--adam-beta2 1.0 is not below 1"),
