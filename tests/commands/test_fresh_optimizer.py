@@ -212,7 +212,9 @@ def test_an_import_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         [],
     )  # a model of transformers has neither
     assert any("--override-opt_param-scheduler" in note for note in report["notes"])
-    assert any("--adam-beta1, --adam-beta2 and --adam-eps: nothing tells" in note for note in report["notes"])
+    assert any(
+        "--adam-beta1, --adam-beta2 and --adam-eps: not in the source" in note for note in report["notes"]
+    )
     made = tmp_path / "run" / "iter_0000001"
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "1"
     assert oracle.item(made, "iteration") == 1
@@ -286,9 +288,9 @@ def test_embeddings_with_a_rate_of_their_own_keep_it(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["convert", RUN, "--fresh-optimizer"], "goes with --weights-only"),
-        (["convert", RUN, "--lr", "0.1"], "--lr: settings of an optimizer that begins"),
-        (["convert", RUN, "--weights-only", "--min-lr", "0.1"], "--min-lr: settings of"),
-        (["convert", *WEIGHTS, "--dtype", "float32"], "--dtype float32: fp32 masters"),
+        (["convert", RUN, "--lr", "0.1"], "--lr: only valid with --fresh-optimizer"),
+        (["convert", RUN, "--weights-only", "--min-lr", "0.1"], "--min-lr: only valid with"),
+        (["convert", *WEIGHTS, "--dtype", "float32"], "--dtype float32: with an optimizer"),
         (["convert", *WEIGHTS, "--min-lr", "0.1"], "--min-lr 0.1 is above --lr 0.01"),
         (["convert", *WEIGHTS, "--lr", "nan"], "--lr nan is not a number of at"),
         (["convert", *WEIGHTS, "--adam-beta2", "1"], "--adam-beta2 1.0 is not below 1"),
@@ -297,7 +299,7 @@ def test_embeddings_with_a_rate_of_their_own_keep_it(tmp_path: Path) -> None:
         (["convert", NATIVE, "--weights-only", "--fresh-optimizer", "--tp", "2"], "strip --fresh-optimizer"),
         (["strip", RUN, "--fresh-optimizer"], "a 3D-parallel job starts from weights alone"),
         (["strip", NATIVE, "--fresh-optimizer", "--dtype", "bfloat16"], "--dtype bfloat16: fp32 masters"),
-        (["strip", NATIVE, "--lr", "0.1"], "--lr: settings of an optimizer that begins"),
+        (["strip", NATIVE, "--lr", "0.1"], "--lr: only valid with --fresh-optimizer"),
         (["import-hf", NATIVE, "--fresh-optimizer"], "need --to fsdp_dtensor: a 3D-parallel job"),
     ],
 )  # fmt: skip

@@ -33,10 +33,9 @@ from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.locate.detect import Location, locate
 from ckpt_tools.formats.storage.joined_files import FilesBeside
 from ckpt_tools.formats.storage.open_files import open_files
-from ckpt_tools.megatron.adapters import Adapter
+from ckpt_tools.megatron.adapters import Adapter, merged_model
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.huggingface.lora.peft import MERGE_WITH_PEFT
-from ckpt_tools.megatron.merged import merged_model
 from ckpt_tools.megatron.run_state.record import read_record
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from ckpt_tools.model.model import Model

@@ -23,8 +23,7 @@ from ckpt_tools.commands.huggingface.vision_language import holds_several, whole
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.read_model import Wanted, read_model
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
-from ckpt_tools.megatron.dcp.one_model import Spelling, spelled_as
-from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
+from ckpt_tools.megatron.dcp.state_dict import Spelling, is_megatron, read_state_dict, spelled_as
 from ckpt_tools.megatron.format import FORMATS
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.fsdp_dtensor.tensors import state_prefix

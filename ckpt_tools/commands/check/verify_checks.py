@@ -27,7 +27,7 @@ from ckpt_tools.formats.storage.files import Files, path_in
 from ckpt_tools.formats.storage.open_files import files_below, open_files
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
 from ckpt_tools.megatron.format import FORMATS, Weight
-from ckpt_tools.megatron.fsdp_dtensor.stages import LocalNumbers
+from ckpt_tools.megatron.fsdp_dtensor.read import LocalNumbers
 from ckpt_tools.megatron.run_state.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.run_state.record import RECORD_FILE, read_record
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import coalesced_buffers

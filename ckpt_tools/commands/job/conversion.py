@@ -35,7 +35,7 @@ from ckpt_tools.execute.proof.prove_source import prove_payloads
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, rehearse, write_checkpoint
 from ckpt_tools.formats.locate.detect import Location
 from ckpt_tools.formats.storage.files import Files
-from ckpt_tools.megatron.run_state.bridge import RUN_CONFIG, TRAIN_STATE
+from ckpt_tools.megatron.run_state.common_state import RUN_CONFIG, TRAIN_STATE
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.choices import CheckLevel, Format, MegatronFormat

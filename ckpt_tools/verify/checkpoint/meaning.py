@@ -9,7 +9,7 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.megatron.format import FORMATS, Weight
 from ckpt_tools.megatron.fsdp_dtensor.parameters import packed_projections
-from ckpt_tools.megatron.fsdp_dtensor.stages import LocalNumbers, local_numbers, ranges
+from ckpt_tools.megatron.fsdp_dtensor.read import LocalNumbers, local_numbers, ranges
 from ckpt_tools.megatron.keys import (
     BUFFERS,
     EXPERTS,

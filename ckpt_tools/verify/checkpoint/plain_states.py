@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.storage.files import Files
-from ckpt_tools.megatron.dcp.index_names import OpenChoiceError
-from ckpt_tools.megatron.dcp.read import group_members, owners
+from ckpt_tools.megatron.dcp.read import OpenChoiceError, group_members, owners
 from ckpt_tools.megatron.dcp.state_dict import OptimizerKeys, StateDict, is_number
 from ckpt_tools.megatron.fsdp_dtensor.read import SmallValues
 from ckpt_tools.model.catalog import Catalog
