@@ -16,11 +16,10 @@ from ckpt_tools.errors import CkptError, MappingError, UsageError
 from ckpt_tools.megatron.huggingface.config.codecs import DEFAULTS, FORMS
 from ckpt_tools.megatron.huggingface.config.config import read_config
 from ckpt_tools.megatron.huggingface.families import families as known
-from ckpt_tools.megatron.huggingface.families.families import FAMILIES, FOLDER, Families
+from ckpt_tools.megatron.huggingface.families.families import FAMILIES, FOLDER, Families, load_rule_file
 from ckpt_tools.megatron.huggingface.families.file_places import first_line
 from ckpt_tools.megatron.huggingface.families.identify import family_of_config
 from ckpt_tools.megatron.huggingface.families.rule_items import pieces
-from ckpt_tools.megatron.huggingface.families.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.mapping.layouts import JOINED, LAYOUTS
 from ckpt_tools.megatron.huggingface.mapping.rules import Family, OneOf
 from ckpt_tools.megatron.huggingface.mapping.targets import export_targets, import_targets

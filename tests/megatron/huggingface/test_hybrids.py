@@ -11,9 +11,8 @@ import pytest
 
 from ckpt_tools.megatron.huggingface.config.config import read_config
 from ckpt_tools.megatron.huggingface.config.megatron_args import read_model_args
-from ckpt_tools.megatron.huggingface.families.families import FAMILIES, Families
+from ckpt_tools.megatron.huggingface.families.families import FAMILIES, Families, load_rule_file
 from ckpt_tools.megatron.huggingface.families.identify import detect_family
-from ckpt_tools.megatron.huggingface.families.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.mapping.targets import export_targets, import_targets
 from tests.megatron.huggingface.by_rules import LLAMA, assert_same, directory, exported, imported, problems
 from tests.megatron.huggingface.materialise import Arrays, specs

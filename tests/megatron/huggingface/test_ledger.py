@@ -18,8 +18,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.megatron.huggingface.config import ledger as module
 from ckpt_tools.megatron.huggingface.config.ledger import arguments, config_fields_of
 from ckpt_tools.megatron.huggingface.config.megatron_args import flat_args, read_model_args
-from ckpt_tools.megatron.huggingface.families.families import FAMILIES
-from ckpt_tools.megatron.huggingface.families.rulefile import load_rule_file
+from ckpt_tools.megatron.huggingface.families.families import FAMILIES, load_rule_file
 from ckpt_tools.megatron.huggingface.mapping.checks import Spec
 from ckpt_tools.megatron.huggingface.mapping.targets import Exported, export_targets, import_targets
 from tests.conftest import DATA, all_checkpoints

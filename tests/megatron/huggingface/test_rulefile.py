@@ -10,8 +10,7 @@ import yaml
 
 from ckpt_tools.errors import MappingError, UsageError
 from ckpt_tools.megatron.huggingface.config.config import read_config, write_config
-from ckpt_tools.megatron.huggingface.families.families import FAMILIES, Families
-from ckpt_tools.megatron.huggingface.families.rulefile import load_rule_file
+from ckpt_tools.megatron.huggingface.families.families import FAMILIES, Families, load_rule_file
 from ckpt_tools.megatron.huggingface.mapping.targets import export_targets, import_targets
 from tests.megatron.huggingface.by_rules import LLAMA, assert_same, directory, exported, imported
 from tests.megatron.huggingface.materialise import materialise, specs

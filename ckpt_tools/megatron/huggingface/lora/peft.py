@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.megatron.adapters import is_finite_number
 from ckpt_tools.megatron.huggingface.mapping.checks import Spec
-from ckpt_tools.megatron.huggingface.quantization.module_patterns import cheap_pattern
+from ckpt_tools.megatron.huggingface.quantization.quantized import cheap_pattern
 from ckpt_tools.model.catalog import Catalog, Made, TensorEntry, Value, made_entry
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.kernels.low_rank import AddLowRank

@@ -166,6 +166,10 @@ class Pair:
         """The shape of the first parameter, which is that of all but for parts."""
         return self.shapes[0]
 
+    def named(self) -> Iterator[tuple[str, HfShape]]:
+        """The Hugging Face tensors with their names."""
+        return zip(self.hf, self.tensors, strict=True)
+
 
 MAMBA_KERNEL = 4  # Megatron's mamba_mixer.py `d_conv`, for which there is no option
 

@@ -20,12 +20,11 @@ from typing import Any, NamedTuple
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.huggingface.config.megatron_args import as_text, flat_args
 from ckpt_tools.megatron.huggingface.families.families import FAMILIES, Families
-from ckpt_tools.megatron.huggingface.mapping.checks import EMBEDDING, Spec, Wanted, misfits, spellings
+from ckpt_tools.megatron.huggingface.mapping.checks import EMBEDDING, Spec, misfits, spellings
 from ckpt_tools.megatron.huggingface.mapping.rules import SMALLEST, Family
 from ckpt_tools.megatron.huggingface.mapping.targets import (
     Exported,
     Imported,
-    Prefix,
     export_pair,
     import_pair,
 )
@@ -407,17 +406,12 @@ def imported_whole(
     """
     kind = known_to_bridge(config)
     pairs = tower_pairs(kind, config, tower.config, tower.others)
-    wanted = {
-        name: Wanted(shape.shape, pair.rule.whose)
-        for pair in pairs
-        for name, shape in zip(pair.hf, pair.tensors, strict=True)
-    }
     there = {name: tensors[name] for name in tower.others}
-    problems = [*misfits(there, wanted)]
+    wanted, problems = misfits(pairs, there)
     problems += [f"{name}: no rule of {kind.name} has this tensor" for name in there if name not in wanted]
     _refuse(problems, f"the directory is not a whole {kind.name} model")
     positions, notes = _positions(config, imported.args)
-    made = [target for pair in pairs for target in import_pair(SMALLEST, pair, Prefix(""), there, dtype)]
+    made = [target for pair in pairs for target in import_pair(SMALLEST, pair, "", there, dtype)]
     language = [replace(target, key=LANGUAGE + target.key) for target in imported.tensors]
     return replace(
         imported,

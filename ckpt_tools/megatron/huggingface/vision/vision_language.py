@@ -10,14 +10,14 @@ A file of `model_files` for each, by its model_type::
     spelling: model.language_model.   # before `layers.` in the released files
     flat: true                    # config.json may have no text_config, its fields beside those of the towers
     defaults: {hidden_size: 64}   # what the class of text_config takes for fields that the released files leave out
-    vision: {depth: 2, heads: 4}  # the same of vision_config, `whole` of config.json itself
+    vision: {depth: 2}            # the same of vision_config, `whole` of config.json itself: the fields named below
     names: {visual: [visual., model.visual.]}  # what `<visual>` in `hf` stands for: the released files' first
     core_names: {tower: [tower.model., tower.]}  # the same in `core`: Megatron-Bridge's first
     sizes: {ffn: intermediate_size, qkv: [3, hidden_size]}  # of vision_config, or `language.` or `whole.` of the
                                   # others: a field, a number, `A // B`, or the product of several
     layers: {l: depth}            # how often rules with {l} are repeated: a field that is a number or a list
     conditions: {head: vision_use_head}  # words for `when`: fields that are true
-    rules:                        # those of a rule file (rulefile.py), and whole modules of the same tensors
+    rules:                        # those of a rule file (families.py), and whole modules of the same tensors
       - module: {core: visual., hf: <visual>}
         tensors: {'blocks.{l}.norm.weight': [ffn], 'blocks.{l}.proj': {weight: [ffn, ffn], bias: [ffn]}}
     like: mymodel2_vl             # takes over what is not said
