@@ -30,8 +30,7 @@ from tests.megatron.huggingface.by_rules import BASE, DEEPSEEK, assert_same, dir
 from tests.megatron.huggingface.family_table import GIVEN, INSIDE, PAGE, classes, page
 from tests.megatron.huggingface.materialise import specs
 from tests.megatron.huggingface.models import CONFIGS, NOT_IN_MEGATRON, family_of, installed
-from tests.megatron.huggingface.test_moe_families import RELEASED
-from tests.megatron.huggingface.test_released_configs import RELEASED as DENSE
+from tests.megatron.huggingface.released import RELEASED
 from tests.megatron.huggingface.vision_language import KINDS
 from tests.peers.test_vision_language import CASES as BRIDGE
 
@@ -344,7 +343,7 @@ def test_every_vision_language_model_is_tested_both_ways() -> None:
 def test_every_family_is_tested_both_ways() -> None:
     """As a tiny model of transformers, or by its rules alone."""
     tiny = {family_of(variant) for variant in CONFIGS}
-    released = {family_of_config(config).name for config in (*RELEASED.values(), *DENSE.values())}
+    released = {family_of_config(config).name for config in RELEASED.values()}
     assert tiny | released | INSIDE.keys() == FAMILIES.keys()
     assert GIVEN.keys() <= tiny and CONFIGS.keys() >= set(NOT_IN_MEGATRON)
     known = {kind for names in classes().values() for kind in names}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -14,7 +15,7 @@ from ckpt_tools.megatron.huggingface.families.families import FAMILIES, Families
 from ckpt_tools.megatron.huggingface.mapping.targets import export_targets, import_targets
 from tests.megatron.huggingface.by_rules import LLAMA, assert_same, directory, exported, imported
 from tests.megatron.huggingface.materialise import materialise, specs
-from tests.megatron.huggingface.test_moe_families import GLM
+from tests.megatron.huggingface.released import GLM, HYBRIDS
 
 MINE = """
 family: mine
@@ -350,3 +351,19 @@ def test_numbers_that_are_texts_to_yaml(line: str, place: str, number: str, tmp_
         load_rule_file(path)
     assert f"is a text to YAML; write {number} @ {place} (line 3)" in str(refused.value)
     assert isinstance(yaml.safe_load(number), float)
+
+
+def test_prediction_layers_can_be_left_out(tmp_path: Path) -> None:
+    """Those of a HybridModel have no rules."""
+    families = of_text(
+        "family: own\nlike: nemotron_h\nmodel_type: nemotron_h\nfixed: {num_nextn_predict_layers: 1}\n"
+        "ignored: ['mtp\\..*']\n",
+        tmp_path,
+    )
+    config = {**HYBRIDS["nemotron_3"], "num_nextn_predict_layers": 1}
+    tensors = {
+        **directory(HYBRIDS["nemotron_3"]),
+        "mtp.layers.0.eh_proj.weight": np.zeros((12, 24), np.float32),
+    }
+    found = import_targets(specs(tensors), config, families=families)
+    assert found.dropped == ("mtp.layers.0.eh_proj.weight",) and found.args["mtp_num_layers"] is None
