@@ -34,7 +34,7 @@ from tests.megatron.huggingface.models import (
     logits,
     make_model,
 )
-from tests.megatron.huggingface.test_rulefile import NESTED_LLAMA
+from tests.megatron.huggingface.test_rule_files import NESTED_LLAMA
 from tests.verify.test_hf_folder import check_names
 
 transformers = pytest.importorskip("transformers", reason="the optional peer transformers is not installed")
