@@ -302,7 +302,7 @@ def test_adapters_that_users_trained_on_tied_models(
     assert message in str(caught.value)
 
 
-OTHER_METHODS = [
+OTHER_METHODS: list[tuple[dict[str, Any], str]] = [
     ({"peft_type": "IA3"}, "peft_type is 'IA3'; LORA is merged"),
     ({"use_dora": True}, "use_dora is True: DoRA scales every row"),
     ({"lora_bias": True}, "lora_bias is True: B has a bias"),
@@ -317,7 +317,8 @@ OTHER_METHODS = [
     ({"rank_pattern": {"(q|k)+_proj": 4}}, "patterns that are not looked up here"),
     ({"alpha_pattern": {".*.*.*.*x": 4}}, "patterns that are not looked up here"),
 ]
-WRONG_KINDS = [
+NO_OBJECTS: tuple[Any, ...] = ([], 3, None, "LORA")
+WRONG_KINDS: list[tuple[dict[str, Any], str]] = [
     *(({"r": rank}, f"r is {rank}; a whole number above 0 is expected") for rank in (0, 4.0, True, None)),
     *(({"lora_alpha": alpha}, f"lora_alpha is {alpha!r}; a number is expected")
       for alpha in (None, "8", float("nan"), True)),
@@ -334,7 +335,7 @@ WRONG_KINDS = [
     ("error", "config", "message"),
     [*((UnsupportedCheckpointError, {**CONFIG, **one}, said) for one, said in OTHER_METHODS),
      *((MappingError, {**CONFIG, **one}, said) for one, said in WRONG_KINDS),
-     *((UnsupportedCheckpointError, one, "adapter_config.json is not an object") for one in ([], 3, None, "LORA"))],
+     *((UnsupportedCheckpointError, one, "adapter_config.json is not an object") for one in NO_OBJECTS)],
 )  # fmt: skip
 def test_settings_that_are_not_merged(error: type[CkptError], config: Any, message: str) -> None:
     with pytest.raises(error) as caught:

@@ -105,7 +105,6 @@ class Families(Mapping[str, Family]):
 
 @cache
 def family_names() -> tuple[str, ...]:
-    """The known families."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
 
 
@@ -148,7 +147,6 @@ def known_fields(hf: str | None = None) -> Iterator[Field]:
 
 
 def load_rule_file(path: str | Path) -> Family:
-    """The family that a user's rule file describes."""
     try:
         source = parse_rule_source(read_named_file(Path(path)))
     except (OSError, DocumentError) as error:

@@ -155,7 +155,6 @@ def fields_of_pieces() -> dict[str, list[Field]]:
 
 
 def _one_of(said: Mapping[str, Any], key: str, known: Iterable[str], at: Place, problems: Problems) -> Any:
-    """The text of `key` if it is known, None if there is none."""
     if key not in said:
         return None
     value = said[key]
@@ -329,7 +328,6 @@ def _settings(
 def _dimensions(
     data: Mapping[str, Any], own: tuple[str, ...], top: Place, problems: Problems
 ) -> dict[str, str]:
-    """Names for sizes that are settings."""
     found, at = {}, top / "dimensions"
     for name, setting in typed(data, "dimensions", dict, top, problems, default={}).items():
         size = isinstance(setting, str) and (

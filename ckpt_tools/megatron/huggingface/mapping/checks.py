@@ -38,7 +38,6 @@ class Spec(NamedTuple):
 
 
 def specs_of(tensors: Mapping[str, TensorEntry]) -> dict[str, Spec]:
-    """Type and shape of stored tensors."""
     return {key: Spec(entry.dtype, entry.shape) for key, entry in tensors.items()}
 
 

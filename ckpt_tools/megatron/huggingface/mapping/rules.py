@@ -129,17 +129,14 @@ class Family:
 
     @property
     def config_fields(self) -> set[str]:
-        """The fields of config.json that settings are read from and written to."""
         return {one.hf for one in self.fields}
 
 
 def allows(needed: Any, value: Any, same: Callable[[Any, Any], bool] = eq) -> bool:
-    """Whether a value is what a family needs."""
     return any(same(value, one) for one in (needed.values if isinstance(needed, OneOf) else (needed,)))
 
 
 def first_of(needed: Any) -> Any:
-    """The value that a family needs, of several the first."""
     return needed.values[0] if isinstance(needed, OneOf) else needed
 
 
@@ -167,7 +164,6 @@ class Pair:
         return self.shapes[0]
 
     def named(self) -> Iterator[tuple[str, HfShape]]:
-        """The Hugging Face tensors with their names."""
         return zip(self.hf, self.tensors, strict=True)
 
 

@@ -188,7 +188,6 @@ class Exported:
     notes: tuple[str, ...] = ()
 
     def renamed(self, name_of: Callable[[str], str]) -> Exported:
-        """The tensors under other names."""
         return replace(
             self,
             tensors=tuple(replace(one, key=name_of(one.key)) for one in self.tensors),
@@ -396,7 +395,6 @@ def _offset(family: Family, model: ModelArgs, pair: Pair) -> float:
 def export_pair(
     pair: Pair, spelled: Mapping[str, str], parameters: Mapping[str, Spec], dtype: str | None
 ) -> list[TargetTensor]:
-    """The Hugging Face tensors of a pair."""
     stored = {parameters[spelled[name]].dtype for name in pair.core}
     if len(stored) > 1:
         raise MappingError(
@@ -421,7 +419,6 @@ def import_pair(
     tensors: Mapping[str, Spec],
     dtype: str | None,
 ) -> Iterable[TargetTensor]:
-    """The Megatron parameters of a pair."""
     hf = [name.removeprefix(prefix) for name in pair.hf]
     stored = {tensors[name].dtype for name in hf}
     if len(stored) > 1:

@@ -107,8 +107,6 @@ _FORMATS = {FP8: ("float-quantized", "naive-quantized"), INT4: ("pack-quantized"
 
 
 class Scheme(NamedTuple):
-    """How the weights of one group are encoded."""
-
     kind: str  # FP8 or INT4
     strategy: str  # tensor, channel, group or block: what shares a scale
     group: int | None
@@ -142,8 +140,6 @@ class Scheme(NamedTuple):
 
 
 class Schemes(NamedTuple):
-    """All schemes of a model."""
-
     all: tuple[Scheme, ...]
 
     def kernels(
@@ -166,7 +162,6 @@ class Schemes(NamedTuple):
 
 
 def schemes_of(settings: Mapping[str, Any]) -> Schemes:
-    """The schemes of `config_groups`."""
     sparse = settings.get("sparsity_config") or {}
     if not isinstance(sparse, Mapping) or sparse.get("format", "dense") != "dense":
         raise _unread(f"sparsity_config {sparse!r}")
@@ -250,7 +245,6 @@ class Dequantized:
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """Type and shape of every tensor of the model."""
         return {
             key: Spec(entry.dtype, entry.shape)
             for key, entry in self.catalog.tensors.items()

@@ -67,13 +67,11 @@ class VisionLanguage:
 
 @cache
 def vision_language_types() -> tuple[str, ...]:
-    """The model types that are known."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
 
 
 @cache
 def vision_language(model_type: str) -> VisionLanguage:
-    """The model of a known type."""
     source = _source(model_type)
     data = _whole(source)
     core, names = ({k: tuple(v) for k, v in data.get(key, {}).items()} for key in ("core_names", "names"))
@@ -101,7 +99,18 @@ def vision_language(model_type: str) -> VisionLanguage:
         data.get("sizes", {}),
         data.get("layers", {}),
         data.get("conditions", {}),
-        tuple(replace(rule, also=_others(rule.core, core.values())) for rule in rules),
+        tuple(
+            replace(
+                rule,
+                also=tuple(
+                    other + rule.core.removeprefix(first)
+                    for first, *others in core.values()
+                    if rule.core.startswith(first)
+                    for other in others
+                ),
+            )
+            for rule in rules
+        ),
     )
 
 
@@ -130,16 +139,6 @@ def _items(said: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
                 yield {"core": module["core"] + name, "hf": module["hf"] + name, "shape": shape, "when": when}
 
 
-def _others(name: str, spellings: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """The further spellings of a name."""
-    return tuple(
-        other + name.removeprefix(first)
-        for first, *others in spellings
-        if name.startswith(first)
-        for other in others
-    )
-
-
 def tower_pairs(
     kind: VisionLanguage, config: Mapping[str, Any], language: Mapping[str, Any], present: Iterable[str]
 ) -> list[Pair]:
@@ -158,29 +157,24 @@ def tower_pairs(
     )
     sizes = {name: fields.size(said) for name, said in kind.sizes.items()}
     counts = {letter: fields.count(said) for letter, said in kind.layers.items()}
-    spelled = _spelled_in(kind, frozenset(present))
+    keys = tuple(present)
+    spelled = {  # how the directory spells each name, by the released spelling
+        group[0]: next((one for one in group if any(key.startswith(one) for key in keys)), group[0])
+        for group in kind.spelled
+    }
+
+    def respelled(name: str) -> str:
+        first = next((one for one in spelled if name.startswith(one)), "")
+        return spelled.get(first, "") + name.removeprefix(first)
+
     found: list[Pair] = []
     for rule in kind.rules:
         if all(fields.value(kind.conditions[word]) for word in rule.when):
-            own = replace(rule, hf=tuple(_respelled(name, spelled) for name in rule.hf))
+            own = replace(rule, hf=tuple(map(respelled, rule.hf)))
             letters = [letter for letter in counts if f"{{{letter}}}" in rule.core]
             numbers = [{letter: n} for letter in letters for n in range(counts[letter])] if letters else [{}]
             found += [pair for one in numbers for pair in pairs_of(own, one, SMALLEST, sizes, frozenset())]
     return found
-
-
-def _spelled_in(kind: VisionLanguage, present: frozenset[str]) -> dict[str, str]:
-    """How a directory spells each name, by the released spelling."""
-    return {
-        group[0]: next((one for one in group if any(key.startswith(one) for key in present)), group[0])
-        for group in kind.spelled
-    }
-
-
-def _respelled(name: str, spelled: Mapping[str, str]) -> str:
-    return next(
-        (own + name.removeprefix(first) for first, own in spelled.items() if name.startswith(first)), name
-    )
 
 
 class Fields:
