@@ -35,7 +35,7 @@ from typing import Any, Final, TypedDict
 
 from ckpt_tools.errors import CorruptCheckpointError, UsageError
 from ckpt_tools.execute.move.source_reader import SourceReader, forget
-from ckpt_tools.execute.output.finished import is_written
+from ckpt_tools.execute.output.checks import is_written
 from ckpt_tools.execute.output.journal import check_unchanged, check_unchanged_since_open, fingerprint
 from ckpt_tools.execute.output.local_output import LocalOutput
 from ckpt_tools.execute.processes.ranks import Ranks, StopSignals

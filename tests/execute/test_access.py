@@ -134,7 +134,7 @@ def test_a_group_that_may_not_be_given_gets_nothing(
     monkeypatch.setattr(os, "fchown", refuse)
     real = access.access_of
     monkeypatch.setattr(
-        "ckpt_tools.execute.output.staging.access_of",
+        "ckpt_tools.execute.output.local_output.access_of",
         lambda path: real(path)._replace(group=GROUP, setgid=True),
     )
     (tmp_path / "source").chmod(0o750)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,11 +32,9 @@ from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.model.transfers import Plan
 from ckpt_tools.model.views import Narrow, Permute, Source, View
 from ckpt_tools.plan.build import build_plan
-from tests.conftest import REPO
 from tests.damage import flip_bit
 from tests.execute.conftest import Case, make_case
-from tests.execute.test_ranks import launch
-from tests.execute.test_run import tree
+from tests.execute.converter import Converters, Order
 from tests.plan.test_build import rows
 from tests.synthetic import DcpFolder
 
@@ -265,10 +261,11 @@ def test_damage_of_a_payload_that_two_processes_read_is_one_error(tmp_path: Path
     make_case(tmp_path / "source", scale=24)
     path, offset, nbytes = stored_payload(tmp_path / "source", "weight")
     flip_bit(path, offset + nbytes // 3)
-    for code, (kind, text) in launch(tmp_path, tmp_path / "out", 2):
-        assert (code, kind) == (4, "error")
-        assert text.startswith("weight: the payload of the item at byte ")  # no rank found it alone
-        assert path.name in text
+    converters = Converters()
+    for end in converters.run(Order(str(tmp_path), world=2, parts=3)):
+        assert end.status == 4 and path.name in end.message
+        assert end.message.startswith("weight: the payload of the item at byte ")  # no rank found it alone
+    converters.close()
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
 
@@ -454,55 +451,5 @@ def test_a_tracker_that_moved_on_since_stays(case: Case, tmp_path: Path) -> None
     assert (tmp_path / "tracker").read_text() == "9"
     (tmp_path / "tracker").unlink()
     write_checkpoint(case.plan(1), case.files, resumed)
-    assert (tmp_path / "tracker").read_text() == "7"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source", "tracker"]
-
-
-KILLED = """
-import os, sys
-from pathlib import Path
-from ckpt_tools.execute import run
-from ckpt_tools.execute.output import staging
-from ckpt_tools.execute.run import Output, write_checkpoint
-from tests.execute.conftest import reopened_case
-
-here, moment = Path(sys.argv[1]), sys.argv[2]
-def die(*args): os._exit(9)
-if moment == "before the tracker":
-    staging.Staging.write_beside = die
-elif moment == "after the tracker":
-    staging.Staging.discard = die
-elif moment == "in the partial directory":
-    clear = staging.Staging._clear
-    staging.Staging._clear = lambda self: (clear(self), self._read_marker() is not None and die())
-elif moment == "before it is removed":
-    staging.Staging.release = die
-elif moment == "with it removed":
-    real = staging.Staging.discard
-    staging.Staging.discard = lambda self: (real(self), die())
-case = reopened_case(here / "source")
-write_checkpoint(case.plan(2), case.files, Output(here / "out", beside={"tracker": b"7"}))
-"""
-
-
-@pytest.mark.parametrize(
-    "moment",
-    [
-        "before the tracker",
-        "after the tracker",
-        "in the partial directory",
-        "before it is removed",
-        "with it removed",
-    ],
-)
-def test_resume_after_a_kill_behind_publication(tmp_path: Path, moment: str) -> None:
-    case = make_case(tmp_path / "source")
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), moment], cwd=REPO, check=False)
-    assert killed.returncode == 9
-    published = tree(tmp_path / "out")
-    write_checkpoint(
-        case.plan(2), case.files, Output(tmp_path / "out", beside={"tracker": b"7"}, resume=True)
-    )
-    assert tree(tmp_path / "out") == published
     assert (tmp_path / "tracker").read_text() == "7"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source", "tracker"]

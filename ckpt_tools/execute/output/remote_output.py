@@ -40,10 +40,14 @@ from ckpt_tools.credentials import hidden
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UsageError
 from ckpt_tools.execute.move.source_reader import SourceReader
 from ckpt_tools.execute.move.stream import Counters, Pump
-from ckpt_tools.execute.output.finished import has_files, same_small_parts
+from ckpt_tools.execute.output.checks import (
+    can_go_on,
+    has_files,
+    prove_uploaded,
+    replaced,
+    same_small_parts,
+)
 from ckpt_tools.execute.output.journal import check_unchanged, is_fingerprint
-from ckpt_tools.execute.output.opened_shards import prove_uploaded
-from ckpt_tools.execute.output.staging import can_go_on, replaced
 from ckpt_tools.execute.processes.team import even_shares
 from ckpt_tools.execute.processes.threads import WorkerThreads
 from ckpt_tools.execute.write_job import (
