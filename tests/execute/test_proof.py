@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -59,18 +61,19 @@ def in_memory(data: bytes) -> Any:
     return OneFile(data)
 
 
-class Shared:
-    """One of several ranks that take turns in one thread: what a rank is told is what was played before."""
+class OneOfSeveral(Ranks):
+    """A rank that is a thread; what it tells the others goes through JSON, as in a job."""
 
-    def __init__(self, rank: int, told: Sequence[Sequence[object]]) -> None:
-        self.rank, self.world, self._told = rank, len(told[0]), iter(told)
+    def __init__(self, rank: int, barrier: threading.Barrier, told: list[str]) -> None:
+        super().__init__(rank, barrier.parties)
+        self._barrier, self._told = barrier, told
 
     def together(self, step: Callable[[], Any]) -> list[Any]:
-        step()
-        return json.loads(json.dumps(next(self._told)))
-
-    def check(self) -> None:
-        pass
+        self._told[self.rank] = json.dumps(step())
+        self._barrier.wait()
+        results = [json.loads(text) for text in self._told]
+        self._barrier.wait()
+        return results
 
 
 @st.composite
@@ -116,12 +119,10 @@ def test_any_reads_of_a_record_prove_the_same(
 def test_any_shares_of_several_ranks_prove_the_same(
     shares: list[tuple[bytes, list[tuple[int, int]]]], damage: int, buffer: int
 ) -> None:
-    """Each rank's ranges are cut to one record; what the ranks say goes through JSON, as in a job."""
-    from ckpt_tools.execute.proof import prove_source as prove
-
+    """Each rank's ranges are cut to one record."""
     data = max((one for one, _ in shares), key=len)
     stored = Stored(ITEM, 0, len(data), crc.crc32(data) ^ damage)
-    files, proofs = in_memory(data), [SourceProof() for _ in shares]
+    proofs = [SourceProof() for _ in shares]
     try:
         for proof, (_, ranges) in zip(proofs, shares, strict=True):
             record = proof.of("key", stored)
@@ -131,21 +132,19 @@ def test_any_shares_of_several_ranks_prove_the_same(
     except CorruptCheckpointError:
         assert damage  # one rank has read all of it
         return
-    told = [prove._told(proof) for proof in proofs]
-    done = {item: n for one in told for item, n in prove._done(one)}
-    parts = prove._missing(prove._joined(json.loads(json.dumps(told)), done.keys()), buffer)
-    mine = [prove._share(parts, rank, len(shares)) for rank in range(len(shares))]
-    assert [part for share in mine for part in share] == parts
-    read = [prove._read(share, files, lambda: None, 1, buffer, 0) for share in mine]
-    verdicts: list[ProofReport | str] = []
-    for rank, proof in enumerate(proofs):
+    barrier, told = threading.Barrier(len(shares)), [""] * len(shares)
+
+    def verdict(rank: int) -> ProofReport | None:
+        ranks = OneOfSeveral(rank, barrier, told)
         try:
-            played: Any = Shared(rank, [told, read])
-            verdicts.append(prove_rest(proof, files, lambda _: "key", played, 1, buffer))
+            return prove_rest(proofs[rank], in_memory(data), lambda _: "key", ranks, 1, buffer)
         except CorruptCheckpointError:
-            verdicts.append("damaged")
-    assert len(set(verdicts)) == 1
-    assert (verdicts[0] == "damaged") == bool(damage)
+            return None
+
+    with ThreadPoolExecutor(len(shares)) as pool:
+        verdicts = set(pool.map(verdict, range(len(shares))))
+    assert len(verdicts) == 1
+    assert (verdicts == {None}) == bool(damage)
 
 
 def test_more_pieces_than_are_kept_are_read_again() -> None:

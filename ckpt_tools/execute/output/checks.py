@@ -90,10 +90,41 @@ def is_written(
     tick: Callable[[], None],
 ) -> bool:
     """Whether `items` of a plan lie in the output as they would be written; with `small_parts` the rest too."""
+    of_thread = threading.local()
+
+    def pump() -> Pump:
+        if not hasattr(of_thread, "pump"):
+            of_thread.pump = Pump(source, memory.tile, lambda _: tick())
+            of_thread.buffer = np.empty(memory.tile, np.uint8)
+        made: Pump = of_thread.pump
+        return made
+
+    def compare(item: OutputItem) -> None:
+        at = item.offset
+        for part in pump().item_content(item):
+            if len(part) > memory.tile:  # a head
+                is_same = there.read(item.file, at, len(part)) == bytes(part)
+            else:
+                stored = of_thread.buffer[: len(part)]
+                there.read_into(item.file, at, stored.data)
+                is_same = np.array_equal(stored, np.frombuffer(part, np.uint8))
+            if not is_same:
+                raise _DifferentError(item.key)
+            at += len(part)
+
+    def reads(item: OutputItem) -> Iterator[Range]:
+        yield from pump().reads(item)
+        yield from store_ranges(there, item.file, item.offset, item.offset + item.length)
+
     with closing(open_files(str(output.directory))) as there:
-        return (not small_parts or same_small_parts(plan, output, there)) and _same_items(
-            items, there, source, options, tick
-        )
+        if small_parts and not same_small_parts(plan, output, there):
+            return False
+        memory = options.thread_memory(source.is_remote or has_stores(there))
+        try:
+            by_threads(compare, items, options.threads, reads, memory.ahead)
+        except _DifferentError:
+            return False
+    return True
 
 
 def same_small_parts(plan: Plan, output: Output, there: Files) -> bool:
@@ -109,50 +140,6 @@ def same_small_parts(plan: Plan, output: Output, there: Files) -> bool:
 
 class _DifferentError(CkptError):
     """An item is not what would be written."""
-
-
-def _same_items(
-    items: Sequence[OutputItem],
-    there: Files,
-    source: SourceReader,
-    options: WriteOptions,
-    tick: Callable[[], None],
-) -> bool:
-    memory, own = options.thread_memory(source.is_remote or has_stores(there)), threading.local()
-
-    def pump() -> Pump:
-        if not hasattr(own, "pump"):
-            own.pump, own.buffer = (
-                Pump(source, memory.tile, lambda _: tick()),
-                np.empty(memory.tile, np.uint8),
-            )
-        found: Pump = own.pump
-        return found
-
-    def compare(item: OutputItem) -> None:
-        at = item.offset
-        for part in pump().item_content(item):
-            if not _equal(part, at, item, there, own.buffer):
-                raise _DifferentError(item.key)
-            at += len(part)
-
-    def reads(item: OutputItem) -> Iterator[Range]:
-        yield from pump().reads(item)
-        yield from store_ranges(there, item.file, item.offset, item.offset + item.length)
-
-    try:
-        by_threads(compare, items, options.threads, reads, memory.ahead)
-    except _DifferentError:
-        return False
-    return True
-
-
-def _equal(part: bytes | memoryview, at: int, item: OutputItem, there: Files, buffer: np.ndarray) -> bool:
-    if len(part) > len(buffer):  # a head
-        return there.read(item.file, at, len(part)) == bytes(part)
-    found = buffer[: len(part)]
-    there.read_into(item.file, at, found.data)
-    return np.array_equal(found, np.frombuffer(part, np.uint8))
 
 
 def prove_shards(plan: Plan, folder: Path) -> None:

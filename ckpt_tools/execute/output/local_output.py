@@ -351,7 +351,11 @@ class LocalOutput:
             if fd is None:
                 continue
             try:
-                self._lock_file(fd)
+                try:
+                    lock_output(fd, self.final)
+                except OSError as error:
+                    if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                        raise  # these three: a file system without locks, where only the name guards the output
                 if self._is_there(fd):
                     os.ftruncate(fd, 0)
                     os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
@@ -388,13 +392,6 @@ class LocalOutput:
             (self.folder().fd, self.parent().status(self.partial.name)),
         ]
         return all(status is not None and os.path.samestat(os.fstat(fd), status) for fd, status in places)
-
-    def _lock_file(self, fd: int) -> None:
-        try:
-            lock_output(fd, self.final)
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-                raise  # these three: a file system without locks, where only the name guards the output
 
     def _undo_half_replacement(self) -> None:
         """Put the old directory back if a process was killed between the two renames of `publish`."""
@@ -455,11 +452,6 @@ class LocalOutput:
         """A file's group is its directory's, as far as the access of the output says so."""
         if self._access.group is not None:
             give_group(fd, os.fstat(folder.fd).st_gid)
-
-    def _group_in(self, folder: Folder) -> int | None:
-        """The group of a new file in a directory that was there before; one with setgid hands down its own."""
-        status = os.fstat(folder.fd)
-        return status.st_gid if status.st_mode & stat.S_ISGID else self._access.group
 
     def share(self) -> Sequence[OutputItem]:
         numbers = self._numbers()
@@ -543,7 +535,11 @@ class LocalOutput:
             folder.write(
                 temporary, content, True, old.st_mode & 0o777 if old and is_file else self._access.file
             )
-            group = old.st_gid if old and is_file else self._group_in(parent)
+            above = os.fstat(parent.fd)
+            if old and is_file:
+                group: int | None = old.st_gid
+            else:  # a directory with setgid hands down its own
+                group = above.st_gid if above.st_mode & stat.S_ISGID else self._access.group
             if group is not None:
                 fd = folder.open(temporary, os.O_RDONLY)
                 try:
@@ -559,7 +555,8 @@ class LocalOutput:
             self._clear()
             self.folder().remove(MARKER)
             self.folder().remove(LOCK)
-            if self._is_named():
+            status = self.parent().status(self.partial.name)
+            if status is not None and os.path.samestat(os.fstat(self.folder().fd), status):
                 with suppress(OSError):  # another converter may have begun here already
                     os.rmdir(self.partial.name, dir_fd=self.parent().fd)
         self.close()
@@ -570,10 +567,6 @@ class LocalOutput:
         with suppress(OSError):
             while self._made:
                 self._made.pop().rmdir()
-
-    def _is_named(self) -> bool:
-        status = self.parent().status(self.partial.name)
-        return status is not None and os.path.samestat(os.fstat(self.folder().fd), status)
 
     def leave(self, error: BaseException) -> None:
         if self._lock is None:
