@@ -109,26 +109,21 @@ def test_any_chunks_at_any_offset(data: st.DataObject, tmp_path_factory: pytest.
         both_ways(plan, folder / "source", folder, WriteOptions(threads, threads * (3 << 16), direct=True))
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_every_strategy(tmp_path: Path, world: int, checked: Checked) -> None:
-    case = make_case(tmp_path / "source", scale=24)
-    both_ways(case.plan(world), tmp_path / "source", tmp_path, SMALL)
-
-
-def test_joined_small_items(tmp_path: Path, checked: Checked) -> None:
-    target, _ = small_source(tmp_path / "source", 300)
-    plan = build_plan(read_catalog(open_files(str(tmp_path / "source"))), target, rows(2), 2)
-    both_ways(plan, tmp_path / "source", tmp_path, SMALL)
-
-
-def test_bare_payloads(tmp_path: Path, checked: Checked) -> None:
+def test_every_strategy_small_items_and_bare_payloads(tmp_path: Path, checked: Checked) -> None:
     """Items of safetensors follow each other without a gap."""
     case = make_case(tmp_path / "source", scale=24)
-    plan = build_safetensors_plan(case.catalog, [WeightFile("x.safetensors", case.target.tensors)], {})
-    both_ways(plan, tmp_path / "source", tmp_path, SMALL, is_dcp=False)
+    bare = build_safetensors_plan(case.catalog, [WeightFile("x.safetensors", case.target.tensors)], {})
+    target, _ = small_source(tmp_path / "small", 300)
+    small = build_plan(read_catalog(open_files(str(tmp_path / "small"))), target, rows(2), 2)
+    for name, source, plan in (
+        ("all", "source", case.plan(3)),
+        ("small", "small", small),
+        ("bare", "source", bare),
+    ):
+        both_ways(plan, tmp_path / source, tmp_path / f"of {name}", SMALL, is_dcp=name != "bare")
 
 
-@pytest.mark.parametrize("most", [1, 1000, BLOCK_BYTES, 3 * BLOCK_BYTES + 17])
+@pytest.mark.parametrize("most", [1000, 3 * BLOCK_BYTES + 17])
 def test_short_counts_are_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: Checked, most: int
 ) -> None:
@@ -151,7 +146,7 @@ def test_short_counts_are_continued(
     assert next(shorts) > 3
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EINVAL])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EINVAL])
 def test_a_failing_write_is_named_and_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: Checked, code: int
 ) -> None:
