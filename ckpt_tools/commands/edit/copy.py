@@ -22,7 +22,7 @@ from ckpt_tools.errors import (
     VerificationError,
 )
 from ckpt_tools.execute.move.source_reader import SourceReader, frame_reads, has_stores, store_ranges
-from ckpt_tools.execute.output.finished import is_written
+from ckpt_tools.execute.output.checks import is_written
 from ckpt_tools.execute.processes.ranks import Ranks
 from ckpt_tools.execute.processes.team import with_workers
 from ckpt_tools.execute.proof.payload_sums import Stored, check

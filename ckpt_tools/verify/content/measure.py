@@ -13,7 +13,7 @@ from math import prod
 from typing import NamedTuple, Protocol, TypeVar
 
 from ckpt_tools.execute.move.read_box import BoxReader
-from ckpt_tools.execute.processes.team import Reads, Tick, spread
+from ckpt_tools.execute.processes.team import Reads, Tick, results_of, start_jobs
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.storage.prefetch import Range
 from ckpt_tools.model.box import Box, full_box
@@ -117,16 +117,11 @@ def statistics(
     with ExitStack() as stack:
         reader = _reader(place, stack)
         parts = parts_of(tensors)
-        found = spread(
-            measure,
-            parts,
-            sizes=bytes_of(parts, tensors),
-            threads=threads,
-            workers=workers,
-            tick=tick,
-            reads=part_reads((reader, tensors)),
+        sizes, reads = bytes_of(parts, tensors), part_reads((reader, tensors))
+        started = start_jobs(
+            measure, parts, sizes=sizes, threads=threads, workers=workers, tick=tick, reads=reads
         )
-        return _joined([Statistics(histogram) for _ in tensors], parts, found)
+        return _joined([Statistics(histogram) for _ in tensors], parts, results_of(started))
 
 
 def changes(
@@ -154,8 +149,10 @@ def changes(
         parts = parts_of([a for a, _ in pairs])
         sizes = bytes_of(parts, [a for a, _ in pairs], [b for _, b in pairs])
         reads = part_reads((readers[0], [a for a, _ in pairs]), (readers[1], [b for _, b in pairs]))
-        found = spread(measure, parts, sizes=sizes, threads=threads, workers=workers, tick=tick, reads=reads)
-        return _joined([Change() for _ in pairs], parts, found)
+        started = start_jobs(
+            measure, parts, sizes=sizes, threads=threads, workers=workers, tick=tick, reads=reads
+        )
+        return _joined([Change() for _ in pairs], parts, results_of(started))
 
 
 def _reader(place: Place, stack: ExitStack) -> BoxReader:
