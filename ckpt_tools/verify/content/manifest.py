@@ -65,7 +65,7 @@ def make_manifest(
     }  # of other saves too
     ordered, entries = sorted(names), list(catalog.tensors.values())
     rows = spread(
-        lambda name, told: file_row(files, name, told),
+        lambda name, count: file_row(files, name, count),
         ordered,
         sizes=[readable_size(files, name) for name in ordered],
         threads=threads,
@@ -74,7 +74,7 @@ def make_manifest(
     )
     digests = dict(zip(ordered, rows, strict=True))
     tensors = spread(
-        lambda entry, told: _tensor(files, catalog, entry, told),
+        lambda entry, count: _tensor(files, catalog, entry, count),
         entries,
         sizes=[entry.nbytes for entry in entries],
         threads=threads,
