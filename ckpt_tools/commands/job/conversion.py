@@ -230,7 +230,7 @@ def _contradictions(opened: Opened, conversion: Conversion) -> tuple[str, ...]:
         return ()
     from ckpt_tools.megatron.format import FORMATS
     from ckpt_tools.verify.checkpoint.counters import check_counters
-    from ckpt_tools.verify.checkpoint.settings_fit import check_settings
+    from ckpt_tools.verify.readiness.model_rules import check_settings
 
     files, catalog, common = opened.files, opened.catalog, opened.common
     checks = (
