@@ -304,7 +304,7 @@ def rewritten(file: Path) -> None:
 @pytest.mark.parametrize("name", [".metadata", "common.pt"])
 @pytest.mark.parametrize(
     ("room", "step"),
-    [(to_fsdp_dtensor, "planned"), (conversion, "rehearse")],
+    [(to_fsdp_dtensor, "prepare_output"), (conversion, "rehearse")],
     ids=["plan", "rehearse"],
 )
 def test_a_source_that_is_described_anew_meanwhile_is_a_mix(name, change, room, step, tmp_path, monkeypatch):

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 from ckpt_tools.commands.adapters.adapter_source import AdapterSource, read_adapter_source
 from ckpt_tools.commands.adapters.peft import is_peft
-from ckpt_tools.commands.convert.options import ConvertOptions
-from ckpt_tools.commands.convert.to_fsdp_dtensor import planned, prepare_model
+from ckpt_tools.commands.convert.to_fsdp_dtensor import prepare_model
 from ckpt_tools.commands.convert.to_torch_dist import write_torch_dist
 from ckpt_tools.commands.job.conversion import (
     Conversion,
@@ -95,7 +94,8 @@ def plan_merge(opened: Opened, options: MergeOptions, world: int) -> Conversion:
             made = write_torch_dist(merged, base, TorchDistOptions(weights_only=True), world)
         else:
             target, layout = TargetOptions(weights_only=True), Layout(world=world, of_job=False)
-            made = planned(base, prepare_model(merged, base.files, target, layout), ConvertOptions(), layout)
+            prepared = prepare_model(merged, base.files, target, layout)
+            made = prepared.planned(layout, base.location.iteration)
         masters = _adapted_masters(model, source.adapters)
     use: MastersUse = "merged" if masters or keeps_masters(model) else "left_out" if model.unread else "none"
     return replace(made, masters=use, must_round=masters, fp8_recipe=model.settings.fp8_recipe)

@@ -82,10 +82,14 @@ def plan_fsdp_dtensor(opened: Opened, options: ConvertOptions, world: int) -> Co
     """Everything up to the first byte; `world` processes convert."""
     if opened.location.kind == "fsdp_dtensor":
         need_other_job(opened.location, options)
-    if stays_plain(opened, options):
-        return plan_plain(opened, options, world)
     layout = options.layout or Layout(world=world, of_job=False)
-    return planned(opened, prepare_output(opened, options, layout), options, layout)
+    if stays_plain(opened, options):
+        need_job(opened.location, options)
+        layout = plain_layout(layout)
+    prepared = prepare_output(opened, options, layout)
+    return prepared.planned(
+        layout, begun_at(opened.location, options.target).iteration, options.check_masters
+    )
 
 
 def stays_plain(opened: Opened, options: ConvertOptions) -> bool:
@@ -123,13 +127,6 @@ def prepare(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared
     if options.target.fresh_optimizer:
         model = with_run_state(model, opened)
     return prepare_model(model, opened.files, options.target, layout)
-
-
-def plan_plain(opened: Opened, options: ConvertOptions, world: int) -> Conversion:
-    """A plain state dict for another job."""
-    need_job(opened.location, options)
-    layout = plain_layout(options.layout or Layout(world=world, of_job=False))
-    return planned(opened, prepare_plain(opened, options, layout), options, layout)
 
 
 def prepare_model(
@@ -183,17 +180,6 @@ def prepare_model(
         without_masters=without_masters if asked.weights_only else None,
         live_model=lambda: target_model(built, model.common),
         archives=partial(object_archives, built.target.objects),
-    )
-
-
-def planned(opened: Opened, prepared: Prepared, options: ConvertOptions, layout: Layout) -> Conversion:
-    """The conversion for the ranks of `layout`."""
-    again = prepared.without_masters
-    return prepared.planned(
-        layout,
-        iteration=begun_at(opened.location, options.target).iteration,
-        check_masters=options.check_masters,
-        without_masters=None if again is None else lambda note: planned(opened, again(note), options, layout),
     )
 
 

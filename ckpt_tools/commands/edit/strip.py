@@ -18,11 +18,8 @@ from ckpt_tools.commands.job.conversion import (
     Conversion,
     EditOptions,
     Progress,
-    Writer,
-    convert,
     like_to_like,
     not_compared,
-    open_source,
     with_note,
 )
 from ckpt_tools.commands.job.opened import Opened
@@ -86,11 +83,11 @@ def strip_checkpoint(
     def place(source: str, location: Location, output: str, options: EditOptions) -> Output:
         return like_to_like(source, begun_at(location, settings), output, options)
 
-    def plan(opened: Opened, _options: EditOptions, _world: int) -> Conversion:
+    def plan(opened: Opened) -> Conversion:
         _check_request(opened, dtype, settings)
         return plan_fresh(opened, settings)
 
-    return convert(source, output, Writer(open_source, place, plan), options, progress, options.dry_run)
+    return edit(source, output, plan, options, progress, place=place)
 
 
 def _plan(opened: Opened, dtype: str | None, check_masters: CheckLevel, write: WriteOptions) -> Conversion:

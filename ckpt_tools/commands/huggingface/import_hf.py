@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt_tools.commands.adapters.peft import merge_peft, peft_files
-from ckpt_tools.commands.convert.options import ConvertOptions
-from ckpt_tools.commands.convert.to_fsdp_dtensor import planned, prepare_model
+from ckpt_tools.commands.convert.to_fsdp_dtensor import prepare_model
 from ckpt_tools.commands.convert.to_torch_dist import write_torch_dist
 from ckpt_tools.commands.convert.version_2 import VERSION_2, for_version_2
 from ckpt_tools.commands.huggingface.folder import (
@@ -135,7 +134,7 @@ def plan_import(opened: Opened, options: ImportOptions, world: int) -> Conversio
         prepared = prepare_model(model, opened.files, target, layout)
         if layout.name == VERSION_2:
             prepared = for_version_2(prepared, model.common, layout)
-        made = planned(opened, prepared, ConvertOptions(target), layout)
+        made = prepared.planned(layout, options.iteration)
     tokens = imported.args["vocab_size"]  # the vocabulary's real size, which config.json tells
     rows = vocabulary(((t.key, t.shape) for t in imported.tensors), model.common.args, tokens)
     job = made.job or TargetJob(TargetRecord())
