@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
-from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.errors import VerificationError
 from ckpt_tools.execute.proof.masters import MastersReport, check_masters
 from ckpt_tools.formats.dcp.metadata_read import read_catalog

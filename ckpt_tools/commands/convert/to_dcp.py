@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.relayout import need_job, plain_layout, prepare_hf, prepare_plain
 from ckpt_tools.commands.convert.to_fsdp_dtensor import prepare_model
-from ckpt_tools.commands.huggingface.folder import (
-    CONFIG,
-    architecture_of,
-    read_config,
-)
+from ckpt_tools.commands.huggingface.folder import CONFIG, architecture_of, read_config
 from ckpt_tools.commands.job.conversion import (
     Conversion,
+    ConvertOptions,
     MegatronOptions,
     Prepared,
     Progress,

@@ -13,11 +13,8 @@ from ckpt_tools.commands.adapters.peft import merge_peft, peft_files
 from ckpt_tools.commands.convert.to_fsdp_dtensor import prepare_model
 from ckpt_tools.commands.convert.to_torch_dist import write_torch_dist
 from ckpt_tools.commands.convert.version_2 import VERSION_2, for_version_2
-from ckpt_tools.commands.huggingface.folder import (
-    families_with,
-    read_config,
-    unread_notes,
-)
+from ckpt_tools.commands.huggingface.export_source import check_tower, tower_alone
+from ckpt_tools.commands.huggingface.folder import families_with, read_config, unread_notes
 from ckpt_tools.commands.huggingface.tensors import (
     prove_equal,
     refuse_adapters,
@@ -25,7 +22,6 @@ from ckpt_tools.commands.huggingface.tensors import (
     shifted_norms,
     without_frequencies,
 )
-from ckpt_tools.commands.huggingface.vision_language import check_tower, tower_alone
 from ckpt_tools.commands.job.conversion import Conversion, Progress, RunOptions, Writer, convert
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.outputs import in_root, refuse_overlap

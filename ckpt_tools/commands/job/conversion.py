@@ -36,6 +36,7 @@ from ckpt_tools.execute.proof.prove_source import prove_payloads
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, rehearse, write_checkpoint
 from ckpt_tools.formats.locate.detect import Location
 from ckpt_tools.formats.storage.files import Files
+from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.run_state.bridge import RUN_CONFIG, TRAIN_STATE
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog
@@ -80,6 +81,16 @@ class MegatronOptions(SourceOptions):
 
     ignore_keys: tuple[str, ...] = ()
     tracker: bool = True  # the output's root is to name this iteration as its latest
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertOptions(MegatronOptions):
+    """What a user may decide about a conversion to Megatron-FSDP or DCP; the defaults let the checkpoint decide."""
+
+    target: TargetOptions = field(default_factory=TargetOptions)
+    layout: Layout | None = None  # None: rows over the ranks that convert
+    check_masters: CheckLevel = "sample"
+    keep_plain: bool = False  # the state dict of a model that is not Megatron's is laid out as what it is
 
 
 class CutRows(NamedTuple):
@@ -230,16 +241,14 @@ def _contradictions(opened: Opened, conversion: Conversion) -> tuple[str, ...]:
 
     What does rest on a setting was refused by who decided. An export asks them all for itself.
     """
-    kind = opened.location.kind
-    if kind not in ("torch_dist", "fsdp_dtensor") or conversion.to == "hf" or conversion.edits is not None:
+    if not opened.format.is_run or conversion.to == "hf" or conversion.edits is not None:
         return ()
-    from ckpt_tools.megatron.format import FORMATS
     from ckpt_tools.verify.checkpoint.counters import check_counters
     from ckpt_tools.verify.checkpoint.settings_fit import check_settings
 
     files, catalog, common = opened.files, opened.catalog, opened.common
     checks = (
-        check_settings(kind, FORMATS[kind].weights(catalog).found, common),
+        check_settings(opened.location.kind, opened.format.weights(catalog).found, common),
         check_counters(files, catalog, common, opened.trust_pickle, conversion.weights_only),
     )
     lines = tuple(f"{one.where}: {one.message}" for check in checks for one in check.findings)

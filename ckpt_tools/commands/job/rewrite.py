@@ -93,8 +93,8 @@ def _shown(tensor: TargetTensor) -> str | None:
 
 
 def use_of_masters(opened: Opened, otherwise: MastersUse) -> MastersUse:
-    """What becomes of masters: those of `fsdp_dtensor` stand in the place of weights, of others it is `otherwise`."""
+    """What becomes of masters: `otherwise` unless its format keeps them in the place of weights."""
     catalog = opened.catalog
     if not any(map(is_optimizer_key, (*catalog.tensors, *catalog.objects))):
         return "none"
-    return "as_stored" if opened.location.kind == "fsdp_dtensor" else otherwise
+    return "as_stored" if opened.format.masters_in_place else otherwise
