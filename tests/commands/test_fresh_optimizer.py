@@ -17,9 +17,9 @@ import torch
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.check.preflight import preflight
 from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
-from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.edit.strip import strip_checkpoint
+from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.errors import MappingError
 from ckpt_tools.execute.output.local_output import LocalOutput

@@ -11,11 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpt_tools.errors import (
-    CkptError,
-    UnsupportedCheckpointError,
-    UsageError,
-)
+from ckpt_tools.errors import CkptError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.locate.owned_files import CARRIED, TEMPLATES, is_like
 from ckpt_tools.formats.locate.run_layouts import snapshot_of
 from ckpt_tools.formats.safetensors import (

@@ -29,13 +29,6 @@ if TYPE_CHECKING:
 _THREADS = 2  # of a process
 GO_ON_UNPROVEN = "--check-masters none continues without this check."
 
-A_KIND = {
-    "torch_dist": "already a torch_dist checkpoint",
-    "fsdp_dtensor": "already an fsdp_dtensor checkpoint",
-    "safetensors": "a Hugging Face model (use import-hf)",
-}
-"""What a source is that a converter refuses, by kind."""
-
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -169,10 +162,9 @@ READ: Mapping[str, Callable[[Opened, Wanted], Model]] = {
 
 def need_torch_dist(opened: Opened) -> None:
     """Raise UnsupportedCheckpointError if the checkpoint is of another kind."""
-    found = opened.location.kind
-    if found != "torch_dist":
+    if opened.location.kind != "torch_dist":
         raise UnsupportedCheckpointError(
-            f"{opened.location.path} is {A_KIND.get(found, found)}, not a torch_dist checkpoint"
+            f"{opened.location.path} is {opened.format.described}, not a torch_dist checkpoint"
         )
 
 
