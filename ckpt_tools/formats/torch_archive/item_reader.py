@@ -257,7 +257,7 @@ def _check_records(data: bytes, where: str) -> None:
 
 
 def read_small_file(files: Files, name: str) -> bytes:
-    """All bytes of a file that is no tensor item; the checksums of an archive (`common.pt`) are verified."""
+    """All bytes of a file that is not a tensor item; the checksums of an archive (`common.pt`) are verified."""
     item = whole_file(files, name)
     if item.length >= len(_ZIP) and files.read(name, 0, len(_ZIP)) == _ZIP:
         return read_archive(files, item)
