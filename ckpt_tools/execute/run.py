@@ -8,7 +8,7 @@ Every rank calls `write_checkpoint` with the same plan, and all go through the s
     take     notes the state of the source; takes the output, sees what   nothing
              lies there, makes it ready to be written into
     compare  only for an output that seems finished, with `resume`: its   the same
-             share as it is against what would be written
+             share of the output against what would be written
     accept   keeps it as its own, or begins as for any other              nothing
     open     of a store: sees what is there, begins files that several ranks      nothing
              write

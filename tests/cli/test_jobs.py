@@ -162,7 +162,7 @@ def replacement_was_stopped(folder: Path) -> None:
         (output_is_taken, "", 2, "is not empty"),
         (output_is_a_file, "", 2, "is not a directory"),
         (output_is_a_file, "--overwrite", 2, "is not a directory"),
-        (parent_is_a_file, "", 2, "a file stands in its way"),
+        (parent_is_a_file, "", 2, "a file with that name exists"),
         (work_was_stopped, "", 2, "holds a conversion that was stopped"),
         (work_was_stopped, "--resume", 2, "was begun with another plan"),
         (nothing, "--max-memory 1kiB", 2, "not enough for 2 threads"),

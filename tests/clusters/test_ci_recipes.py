@@ -64,9 +64,7 @@ def _workflow(folder: Path, tools: Mapping[str, str], **inputs: str) -> tuple[in
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
-def test_the_workflow(
-    tmp_path: Path, tools: Mapping[str, str], converted: Path, damaged: Path, is_damaged: bool
-) -> None:
+def test_the_workflow(tmp_path, tools, converted, damaged, is_damaged):
     place = damaged if is_damaged else converted
     (tmp_path / "checkout").mkdir()
     inputs = {"checkpoint": str(place), "baseline": str(SOURCE), "verify_args": "--content"}
@@ -80,7 +78,7 @@ def test_the_workflow(
     assert ElementTree.parse(results / "verify.xml").getroot().tag == "testsuites"
 
 
-def test_the_shell_recipe_tells_unreadable_from_different(tmp_path: Path, tools: Mapping[str, str]) -> None:
+def test_the_shell_recipe_tells_unreadable_from_different(tmp_path, tools):
     (tmp_path / "empty").mkdir()
     settings = {"CHECKPOINT": str(tmp_path / "empty"), "RESULTS": str(tmp_path / "results")}
     done = bash(f"exec {SCRIPTS / 'ci_check_checkpoint.sh'}", {**tools, **settings}, tmp_path)
@@ -88,9 +86,7 @@ def test_the_shell_recipe_tells_unreadable_from_different(tmp_path: Path, tools:
     assert "cannot be read (exit code 3)" in done.stdout
 
 
-def test_the_hook_refuses_to_commit_a_damaged_checkpoint(
-    tmp_path: Path, tools: Mapping[str, str], converted: Path, damaged: Path
-) -> None:
+def test_the_hook_refuses_to_commit_a_damaged_checkpoint(tmp_path, tools, converted, damaged):
     repo = tmp_path / "repo"
     repo.mkdir()
     who = {f"GIT_{who}_{what}": "t@t" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
@@ -112,7 +108,7 @@ def test_the_hook_refuses_to_commit_a_damaged_checkpoint(
     assert git("rev-list --count HEAD").stdout.strip() == "1"
 
 
-def test_actions_are_pinned_by_commit() -> None:
+def test_actions_are_pinned_by_commit():
     used = [
         line.partition("uses:")[2].strip()
         for file in (SCRIPTS / "check-checkpoint" / "action.yml", SCRIPTS / "github-actions-inspect.yml")
@@ -124,7 +120,7 @@ def test_actions_are_pinned_by_commit() -> None:
         assert re.fullmatch(r"[\w/.-]+@[0-9a-f]{40}( # v\d+\.\d+\.\d+)?", use), use
 
 
-def test_the_github_action(tools: dict[str, str], tmp_path: Path) -> None:
+def test_the_github_action(tools, tmp_path):
     action: dict[str, Any] = yaml.safe_load((SCRIPTS / "check-checkpoint" / "action.yml").read_text())
     assert action["runs"]["using"] == "composite"
     given = {"checkpoint": str(SOURCE), "baseline": str(SOURCE), "packages": "botocore gcsfs"}
@@ -153,7 +149,7 @@ def test_the_github_action(tools: dict[str, str], tmp_path: Path) -> None:
     assert json.loads((tmp_path / "checkpoint-check" / "verify.json").read_text())["valid"] is True
 
 
-def test_the_gitlab_job(tools: dict[str, str], tmp_path: Path) -> None:
+def test_the_gitlab_job(tools, tmp_path):
     (name, job), *others = yaml.safe_load((SCRIPTS / "gitlab-inspect.yml").read_text()).items()
     assert (name, others) == ("check checkpoint", [])
     assert job.keys() <= {"image", "rules", "variables", "timeout", "script", "artifacts"}
@@ -166,7 +162,7 @@ def test_the_gitlab_job(tools: dict[str, str], tmp_path: Path) -> None:
     assert all((tmp_path / path).exists() for path in kept)
 
 
-def test_the_pre_commit_hook() -> None:
+def test_the_pre_commit_hook():
     (hook,) = yaml.safe_load((REPO / ".pre-commit-hooks.yaml").read_text())
     assert hook.keys() == {"id", "name", "description", "language", "entry", "files", "require_serial"}
     assert hook["language"] == "script"

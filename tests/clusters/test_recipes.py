@@ -40,7 +40,7 @@ def several(tmp_path: Path) -> Path:
     return root
 
 
-def test_every_recipe_is_in_the_list() -> None:
+def test_every_recipe_is_in_the_list():
     text = (SCRIPTS / "README.md").read_text()
     named = set(re.findall(r"\]\(([^)]+)\)", text))
     files = {
@@ -51,9 +51,7 @@ def test_every_recipe_is_in_the_list() -> None:
     assert named == {name for name in files if not name.startswith("library_") and name != "README.md"}
 
 
-def test_cron_converts_what_is_new_and_only_that(
-    several: Path, tools: dict[str, str], tmp_path: Path
-) -> None:
+def test_cron_converts_what_is_new_and_only_that(several, tools, tmp_path):
     lines = [line for line in (SCRIPTS / "crontab").read_text().splitlines() if line and line[0] != "#"]
     settings = dict(line.split("=", 1) for line in lines if re.match(r"[A-Z]+=", line))
     jobs = [line.split(" ", 5) for line in lines if not re.match(r"[A-Z]+=", line)]
@@ -118,9 +116,7 @@ class Array:
         )
 
 
-def test_an_array_converts_what_one_command_does(
-    several: Path, tools: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_array_converts_what_one_command_does(several, tools, tmp_path, capfd):
     assert run(["convert", str(several), str(tmp_path / "one"), "--iteration", "all", "-q"]) == 0
     array = Array(tools, several, tmp_path / "many")
     tasks = [array.start(task, 3) for task in range(3)]
@@ -135,9 +131,7 @@ def test_an_array_converts_what_one_command_does(
     assert content(tmp_path / "many") == content(tmp_path / "one")
 
 
-def test_an_array_task_near_its_limit_is_requeued(
-    several: Path, tools: dict[str, str], tmp_path: Path
-) -> None:
+def test_an_array_task_near_its_limit_is_requeued(several, tools, tmp_path):
     program = tmp_path / "python"
     program.write_text(
         f"#!/usr/bin/env bash\ntrap 'exit 143' TERM\ntouch {tmp_path}/started\nwhile :; do sleep 0.05; done\n"
@@ -173,7 +167,7 @@ def _kubernetes() -> tuple[dict[str, Any], dict[str, Any]]:
     return service, job
 
 
-def test_the_kubernetes_job_is_of_one_piece() -> None:
+def test_the_kubernetes_job_is_of_one_piece():
     service, job = _kubernetes()
     assert _fields([service, job]) <= set(FIELDS.split())
     assert (service["apiVersion"], service["kind"]) == ("v1", "Service")
@@ -192,7 +186,7 @@ def test_the_kubernetes_job_is_of_one_piece() -> None:
     assert [m["name"] for m in container["volumeMounts"]] == [v["name"] for v in pod["volumes"]]
 
 
-def test_the_kubernetes_command_runs_on_two_pods(tmp_path: Path) -> None:
+def test_the_kubernetes_command_runs_on_two_pods(tmp_path):
     words = _kubernetes()[1]["spec"]["template"]["spec"]["containers"][0]["command"]
     meeting = f"127.0.0.1:{free_port()}"
     places = {
@@ -221,7 +215,7 @@ def test_the_kubernetes_command_runs_on_two_pods(tmp_path: Path) -> None:
     assert run(["diff", str(RUN), str(tmp_path / "out")]) == 0
 
 
-def test_the_containerfile_copies_what_the_wheel_is_built_of() -> None:
+def test_the_containerfile_copies_what_the_wheel_is_built_of():
     text = (SCRIPTS / "Containerfile").read_text()
     lines = [line for line in text.splitlines() if line and line[0] != "#"]
     assert {line.split()[0] for line in lines} == {

@@ -8,10 +8,8 @@ next one must get there. A wrong result must at least be seen by `verify --conte
 from __future__ import annotations
 
 import argparse
-import builtins
 import contextlib
 import errno
-import io
 import itertools
 import os
 import random
@@ -81,7 +79,7 @@ def short(real: Callable[..., Any], args: Any) -> Any:
 
 def failing_calls(folder: Path, resumed: bool) -> Iterator[tuple[str, Counter[str]]]:
     """ENOSPC, EIO and short counts at every single call of one small conversion, from its start or when resumed."""
-    for call in [*ERRORS.split(), "file.open", "file.write"]:
+    for call in ERRORS.split():
         for code in (errno.ENOSPC, errno.EIO):
             yield f"{call}: {errno.errorcode[code]}", every_call(folder, call, raising(code), resumed)
     for call in SHORT.split():
@@ -92,7 +90,6 @@ def every_call(
     folder: Path, call: str, fault: Fault, resumed: bool = False, numbers: Iterable[int] = range(10_000)
 ) -> Counter[str]:
     """How conversions over an old output end when their n-th call fails, for every n of `numbers` that there is."""
-    inject = partial(in_files if call.startswith("file.") else in_os, call.removeprefix("file."), fault=fault)
     # The kernel copies only what need not be proven.
     options = replace(ONE_THREAD, check_source="none" if call == "copy_file_range" else "all")
     if not (folder / "source").exists():
@@ -105,7 +102,7 @@ def every_call(
         if resumed:
             with in_os("pwrite", 40, raising(errno.EIO)):
                 assert convert(folder, options, overwrite=True) == "error"
-        with inject(at=at) as faults:
+        with in_os(call, at, fault) as faults:
             end = convert(folder, options, overwrite=True, resume=resumed)
         if next(faults.calls) <= at:
             break
@@ -118,41 +115,6 @@ def in_os(call: str, at: int, fault: Fault) -> Iterator[Faults]:
     faults = Faults(getattr(os, call), at, fault)
     with patch.object(os, call, faults):
         yield faults
-
-
-@contextlib.contextmanager
-def in_files(call: str, at: int, fault: Fault) -> Iterator[Faults]:
-    """Faults of Python's own files: when they are opened, or written to."""
-    real = io.open
-    faults = Faults(real, at, fault)
-
-    def opened(path: Any, mode: str = "r", *args: Any, **named: Any) -> Any:
-        file = real(path, mode, *args, **named)
-        return file if "r" in mode else _Failing(file, faults)
-
-    replacement = faults if call == "open" else opened
-    with patch.object(builtins, "open", replacement), patch.object(io, "open", replacement):
-        yield faults
-
-
-class _Failing:
-    """An open file with writes that may fail."""
-
-    def __init__(self, file: Any, faults: Faults) -> None:
-        self._file, self._faults = file, faults
-
-    def write(self, data: Any) -> Any:
-        self._faults.real = self._file.write
-        return self._faults(data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def __enter__(self) -> _Failing:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._file.close()
 
 
 def put_old(folder: Path) -> None:
@@ -208,30 +170,6 @@ def regions(folder: Path) -> dict[str, list[tuple[str, range]]]:
     return found
 
 
-def truncations(folder: Path) -> Iterator[tuple[str, Counter[str]]]:
-    """The small source cut at, before and behind the beginning of each region, and its metadata at every byte."""
-    source = folder / "source"
-    make_case(source, scale=4)
-    convert(folder, overwrite=True)
-    good = tree(folder / "out")
-    for name, places in regions(source).items():
-        cuts = {(file, place.start + by) for file, place in places for by in (-1, 0, 1)}
-        yield f"cut at {name}", Counter(cut_source(source / f, at, folder, good) for f, at in cuts if at >= 0)
-    metadata = source / ".metadata"
-    yield (
-        "cut in .metadata",
-        Counter(cut_source(metadata, at, folder, good) for at in range(metadata.stat().st_size)),
-    )
-
-
-def cut_source(path: Path, at: int, folder: Path, good: Tree) -> str:
-    data = path.read_bytes()
-    path.write_bytes(data[:at])
-    end = damaged(path, folder, good, lambda: convert(folder, overwrite=True))
-    path.write_bytes(data)
-    return end
-
-
 def flips(folder: Path, count: int, dice: random.Random) -> Iterator[tuple[str, Counter[str]]]:
     """Bits flipped in every region of the small source."""
     source = folder / "source"
@@ -251,12 +189,8 @@ def metadata_flips(folder: Path, count: int, dice: random.Random) -> Iterator[tu
     """Bits flipped in the metadata of a real checkpoint that is converted."""
     root = copy_of(LLAMA, folder)
     options = ConvertOptions(target=TargetOptions(swiglu=True), overwrite=True, write=ONE_THREAD)
-
-    def whole() -> None:
-        convert_to_fsdp_dtensor(str(root), str(folder / "out"), options)
-
+    whole = partial(convert_to_fsdp_dtensor, str(root), str(folder / "out"), options)
     whole()
-    shutil.copytree(folder / "out", folder / "first")
     good = tree(next((folder / "out").glob("iter_*")))
     path = root / ITERATION / ".metadata"
     bits = [dice.randrange(8 * path.stat().st_size) for _ in range(count)]
@@ -385,50 +319,40 @@ def kill_anywhere(
     return ends
 
 
-def kills(folder: Path, count: int, aim: str) -> Iterator[tuple[str, Counter[str]]]:
-    """Converters of one and of two processes killed at random calls, or in the middle of writing."""
-    converters = Converters()
-    for world in (1, 2):
-        (folder / str(world)).mkdir()
-        ends = kill_anywhere(converters, folder / str(world), count // 2, world, aim)
-        after = {name: ends.pop(name, 0) for name in ("went on from finished items", "found published")}
-        yield f"kill -9, {world} process(es)", ends
-        yield "  of which the next", Counter(after)
-        if aim != "mid":
-            assert ends["old"] and ends["new"], "both sides of publication must be seen"
-        assert ends["not reached"] <= count // 4, "most were not killed at all"
-    converters.close()
-
-
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--kills", type=int, default=200)
     options.add_argument("--flips", type=int, default=300, help="in each region")
-    options.add_argument(
-        "--aim", choices=["", "mid"], default="", help="where kills strike: anywhere, or mid-write"
-    )
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--only", default="", help="sections whose name has this in it")
     chosen = options.parse_args()
     dice = random.Random(chosen.seed)
+    wrong, converters = 0, Converters()
+
+    def kills(folder: Path) -> Iterator[tuple[str, Counter[str]]]:
+        for number, (world, aim) in enumerate(itertools.product((1, 2), ("", "mid"))):
+            place = folder / str(number)
+            yield (
+                f"{world} process(es) {aim}",
+                kill_anywhere(converters, place, chosen.kills // 4, world, aim),
+            )
+
     sections: dict[str, Callable[[Path], Iterator[tuple[str, Counter[str]]]]] = {
-        "kills": lambda folder: kills(folder, chosen.kills, chosen.aim),
+        "kills": kills,
         "failing calls": partial(failing_calls, resumed=False),
         "failing calls, resumed": partial(failing_calls, resumed=True),
-        "truncations": truncations,
         "flips": lambda folder: flips(folder, chosen.flips, dice),
         "metadata flips": lambda folder: metadata_flips(folder, chosen.flips, dice),
     }
-    wrong = 0
     for name, section in sections.items():
-        if chosen.only not in name:
-            continue
-        print(f"{name}:", flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            for what, ends in section(Path(folder)):
-                listed = ", ".join(f"{count} {end}" for end, count in sorted(ends.items()))
-                print(f"  {what:<28}{sum(ends.values()):>6}: {listed}", flush=True)
-                wrong += ends["WRONG result"] + ends["error without a name"]
+        if chosen.only in name:
+            print(f"{name}:", flush=True)
+            with tempfile.TemporaryDirectory() as folder:
+                for what, ends in section(Path(folder)):
+                    listed = ", ".join(f"{count} {end}" for end, count in sorted(ends.items()))
+                    print(f"  {what:<28}{sum(ends.values()):>6}: {listed}", flush=True)
+                    wrong += ends["WRONG result"] + ends["error without a name"]
+    converters.close()
     raise SystemExit(1 if wrong else 0)
 
 

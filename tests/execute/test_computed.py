@@ -24,7 +24,7 @@ from ckpt_tools.model.kernels.kernel import Dequantize, JoinRemainder, WeightedM
 from ckpt_tools.model.kernels.packed import DecodeMxfp4
 from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.model.transfers import COMPUTED, plan_summary
-from ckpt_tools.model.views import Narrow, Permute, Place, Select, Source, View, view_shape
+from ckpt_tools.model.views import Narrow, Permute, Place, Select, Source, view_shape
 from ckpt_tools.plan.build import build_plan
 from tests.commands import oracle
 from tests.execute.conftest import opened
@@ -68,9 +68,7 @@ def converted(
 
 @settings(max_examples=40)
 @given(data=st.data())
-def test_any_view_of_a_master_is_the_view_of_the_whole_one(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_any_view_of_a_master_is_the_view_of_the_whole_one(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("view")
     shape, view = data.draw(viewed_shapes().filter(lambda sv: 0 not in view_shape(sv[1], sv[0])))
     case = stored_remainders(folder / "source", shape, data.draw(tilings(shape)))
@@ -88,9 +86,7 @@ def test_any_view_of_a_master_is_the_view_of_the_whole_one(
 
 
 @pytest.mark.parametrize("view", [(), (Permute((1, 0)),), (Narrow(0, 3, 40), Place((2, 0), (64, 512)))])
-def test_tiles_bound_what_a_kernel_works_on(
-    view: View, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiles_bound_what_a_kernel_works_on(view, tmp_path, monkeypatch):
     shape = (64, 512)
     chunks = [Box((0, 0), (20, 512)), Box((20, 0), (44, 512))]
     case = stored_remainders(tmp_path / "s", shape, chunks, "float32")
@@ -113,7 +109,7 @@ def test_tiles_bound_what_a_kernel_works_on(
     assert (written[2:42] if len(view) == 2 else written).tobytes() == np.ascontiguousarray(shown).tobytes()
 
 
-def test_the_plan_says_what_is_computed_and_from_which_bytes(tmp_path: Path) -> None:
+def test_the_plan_says_what_is_computed_and_from_which_bytes(tmp_path):
     case = stored_remainders(tmp_path / "s", (8, 4), [full_box((8, 4))])
     target = TargetTensor("t", "float32", (4, 4), (Source("master", (Narrow(0, 2, 4),)),))
     plan = build_plan(case.catalog, Target((target,)), rows(1), 1)
@@ -123,7 +119,7 @@ def test_the_plan_says_what_is_computed_and_from_which_bytes(tmp_path: Path) -> 
     assert plan.digest != build_plan(case.catalog, Target((other,)), rows(1), 1).digest
 
 
-def test_a_master_may_be_cast_and_made_of_made_tensors(tmp_path: Path) -> None:
+def test_a_master_may_be_cast_and_made_of_made_tensors(tmp_path):
     """The mean of two masters, each joined, written in half precision."""
     shape = (6, 4)
     case = stored_remainders(tmp_path / "s", shape, [full_box(shape)])
@@ -137,7 +133,7 @@ def test_a_master_may_be_cast_and_made_of_made_tensors(tmp_path: Path) -> None:
     assert converted(case, target, tmp_path / "o").tobytes() == expected.tobytes()
 
 
-def test_numbers_that_no_writer_writes_are_damage_with_key_and_box(tmp_path: Path) -> None:
+def test_numbers_that_no_writer_writes_are_damage_with_key_and_box(tmp_path):
     source = DcpFolder(tmp_path / "s")
     source.tensor("weight", "bfloat16", np.zeros((2, 2), np.uint16))
     source.tensor("remainder", "float32", np.array([[0, 1], [0.5, 2]], np.float32))
@@ -151,7 +147,7 @@ def test_numbers_that_no_writer_writes_are_damage_with_key_and_box(tmp_path: Pat
 
 
 @given(st.data(), shapes(2, 2, max_side=9))
-def test_block_scales_follow_any_box(data: st.DataObject, shape: tuple[int, ...]) -> None:
+def test_block_scales_follow_any_box(data, shape):
     kernel = Dequantize("float8_e4m3fn", (2, 3))
     grid = tuple(-(-n // b) for n, b in zip(shape, kernel.block, strict=True))
     forms = [Form("float8_e4m3fn", shape), Form("float32", grid)]
@@ -173,7 +169,7 @@ def test_block_scales_follow_any_box(data: st.DataObject, shape: tuple[int, ...]
         ((Narrow(2, 2, 1),), np.s_[:, :, 2:3]),
     ],
 )
-def test_a_kernel_may_return_a_view(view: View, shown: tuple[slice, ...], tmp_path: Path) -> None:
+def test_a_kernel_may_return_a_view(view, shown, tmp_path):
     """MXFP4 is decoded along its rows, and is shown turned and with its rows in pairs."""
     rng = np.random.default_rng(5)
     shape = (2, 600, 2, 16)

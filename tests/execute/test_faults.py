@@ -9,7 +9,6 @@ import os
 import random
 import shutil
 import signal
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -55,15 +54,13 @@ def converters() -> Iterator[Converters]:
         ("copy_file_range", errno.ENOSPC),
     ],
 )
-def test_an_error_of_any_call_leaves_the_old_output_and_a_way_on(
-    tmp_path: Path, call: str, code: int, resumed: bool
-) -> None:
+def test_an_error_of_any_call_leaves_the_old_output_and_a_way_on(tmp_path, call, code, resumed):
     ends = every_call(tmp_path, call, raising(code), resumed, [0, 1, 2, 5, 11])
     assert ends["error, old output"] == ends.total() > 0 or resumed
 
 
 @pytest.mark.parametrize("call", ["pwrite", "preadv", "copy_file_range"])
-def test_short_counts_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_short_counts_are_continued(tmp_path, monkeypatch, call):
     case = make_case(tmp_path / "source", scale=24)
     plan = case.plan(2)
     write_checkpoint(plan, case.files, Output(tmp_path / "good"), SMALL)
@@ -86,7 +83,7 @@ def test_short_counts_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert tree(tmp_path / "out") == tree(tmp_path / "good")
 
 
-def test_a_write_without_progress_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_without_progress_ends(tmp_path, monkeypatch):
     made = iter([3, 0])
     monkeypatch.setattr(os, "pwrite", lambda *_args: next(made))  # asked a third time, it would raise
     with open(tmp_path / "file", "wb") as file, pytest.raises(OSError, match="no progress") as caught:
@@ -94,9 +91,7 @@ def test_a_write_without_progress_ends(tmp_path: Path, monkeypatch: pytest.Monke
     assert caught.value.errno == errno.EIO
 
 
-def test_where_the_kernel_cannot_copy_the_process_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_the_kernel_cannot_copy_the_process_does(tmp_path, monkeypatch):
     case = make_case(tmp_path / "source", scale=24)
     unproven = WriteOptions(check_source="none")
     write_checkpoint(case.plan(1), case.files, Output(tmp_path / "good"))
@@ -110,7 +105,7 @@ def test_where_the_kernel_cannot_copy_the_process_does(
     assert tree(tmp_path / "out") == tree(tmp_path / "good")
 
 
-def test_a_truncated_source_is_named(case: Case, tmp_path: Path) -> None:
+def test_a_truncated_source_is_named(case, tmp_path):
     plan = case.plan(1)
     name = tmp_path / "source" / "__0_0.distcp"
     os.truncate(name, name.stat().st_size // 2)
@@ -119,9 +114,7 @@ def test_a_truncated_source_is_named(case: Case, tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
 
 
-def test_interrupted_work_is_resumed_and_equal(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_work_is_resumed_and_equal(case, tmp_path, monkeypatch):
     plan, out, sent = case.plan(2), tmp_path / "out", list[int]()
 
     def interrupt_once(done: int, _total: int) -> None:
@@ -156,9 +149,7 @@ def finished_but_unpublished(
             write_checkpoint(case.plan(2), case.files, Output(out), options)
 
 
-def test_finished_items_are_verified_before_they_are_skipped(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finished_items_are_verified_before_they_are_skipped(case, tmp_path, monkeypatch):
     plan = case.plan(2)
     write_checkpoint(plan, case.files, Output(tmp_path / "good"))
     out = tmp_path / "out"
@@ -192,9 +183,7 @@ def test_finished_items_are_verified_before_they_are_skipped(
         (lambda _: b"[" * 10_000, "is damaged"),
     ],
 )
-def test_work_on_another_source_is_not_resumed(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Callable[[Any], Any], said: str
-) -> None:
+def test_work_on_another_source_is_not_resumed(case, tmp_path, monkeypatch, source, said):
     """Nor is work whose note of its source is damaged."""
     finished_but_unpublished(case, tmp_path / "out", monkeypatch)
     header = tmp_path / ".out.ckpt_tools-partial" / "journal" / "plan.json"
@@ -209,7 +198,7 @@ def test_work_on_another_source_is_not_resumed(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_second_converter_stops_at_once(case: Case, tmp_path: Path) -> None:
+def test_a_second_converter_stops_at_once(case, tmp_path):
     out = tmp_path / "out"
     refused: list[bool] = []
 
@@ -223,7 +212,7 @@ def test_a_second_converter_stops_at_once(case: Case, tmp_path: Path) -> None:
     assert refused and (out / ".metadata").exists()
 
 
-def test_a_process_killed_between_two_renames_gives_the_old_back(case: Case, tmp_path: Path) -> None:
+def test_a_process_killed_between_two_renames_gives_the_old_back(case, tmp_path):
     out, partial = tmp_path / "out", tmp_path / ".out.ckpt_tools-partial"
     write_checkpoint(case.plan(1), case.files, Output(out))
     before = tree(out)
@@ -236,9 +225,7 @@ def test_a_process_killed_between_two_renames_gives_the_old_back(case: Case, tmp
 
 
 @pytest.mark.parametrize(("world", "kills"), [(1, 14), (2, 4)])
-def test_kill_9_anywhere_leaves_the_old_state_and_a_way_on(
-    tmp_path: Path, converters: Converters, world: int, kills: int
-) -> None:
+def test_kill_9_anywhere_leaves_the_old_state_and_a_way_on(tmp_path, converters, world, kills):
     kills = int(os.environ.get("CKPT_TOOLS_KILLS", kills))
     ends = kill_anywhere(converters, tmp_path, kills, world)
     assert ends["old"]
@@ -247,7 +234,7 @@ def test_kill_9_anywhere_leaves_the_old_state_and_a_way_on(
     assert ends["not reached"] <= kills // 2
 
 
-def test_sigterm_ends_cleanly_and_resumable(tmp_path: Path, converters: Converters) -> None:
+def test_sigterm_ends_cleanly_and_resumable(tmp_path, converters):
     case, order = make_case(tmp_path / "source", scale=80), Order(str(tmp_path), resume=True)
     (pid,) = converters.start(order)
     wait_until((tmp_path / ".out.ckpt_tools-partial" / "journal" / "0.jsonl").exists)
@@ -296,9 +283,7 @@ def _killed_in_publication(at: int, convert: Callable[[], object]) -> bool:
 
 
 @pytest.mark.parametrize(("exchanges", "has_old"), [(True, True), (False, True), (True, False)])
-def test_every_stop_of_publication_can_be_gone_on_from(
-    tmp_path: Path, exchanges: bool, has_old: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_stop_of_publication_can_be_gone_on_from(tmp_path, exchanges, has_old, monkeypatch):
     """Whoever killed it may have stopped it at any call: the old output, then the new one, then its tracker."""
     monkeypatch.setattr(local_output, "exchange", exchange if exchanges else lambda *_: False)
     case = make_case(tmp_path / "source", scale=4)
@@ -331,9 +316,7 @@ def test_every_stop_of_publication_can_be_gone_on_from(
 
 
 @pytest.mark.parametrize("change", ["shorter", "longer", "absent"])
-def test_what_was_published_and_then_damaged_is_not_called_done(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
+def test_what_was_published_and_then_damaged_is_not_called_done(case, tmp_path, monkeypatch, change):
     """Inode numbers are used again: the marker alone does not vouch for what lies there."""
     out = Output(tmp_path / "out", {TRACKER: b"new"}, resume=True)
     write_checkpoint(case.plan(2), case.files, Output(tmp_path / "good"))
@@ -352,7 +335,7 @@ def test_what_was_published_and_then_damaged_is_not_called_done(
     assert tree(tmp_path / "out") == tree(tmp_path / "good")
 
 
-def test_no_tracker_without_publication(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tracker_without_publication(case, tmp_path, monkeypatch):
     (tmp_path / TRACKER).write_text("old")
 
     def refuse(*_args: Any, **_named: Any) -> None:
@@ -365,7 +348,7 @@ def test_no_tracker_without_publication(case: Case, tmp_path: Path, monkeypatch:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_journal_line_that_ran_into_another_counts_as_not_written(case: Case, tmp_path: Path) -> None:
+def test_a_journal_line_that_ran_into_another_counts_as_not_written(case, tmp_path):
     with Folder.named(tmp_path) as folder:
         journal = Journal(tmp_path / "journal", lambda: folder)
         journal.begin(case.plan(1), [])
@@ -374,9 +357,7 @@ def test_a_journal_line_that_ran_into_another_counts_as_not_written(case: Case, 
 
 
 @pytest.mark.parametrize("section", [flips, metadata_flips])
-def test_no_flipped_bit_of_a_source_is_a_silent_wrong_result(
-    tmp_path: Path, section: Callable[..., Iterator[tuple[str, Counter[str]]]]
-) -> None:
+def test_no_flipped_bit_of_a_source_is_a_silent_wrong_result(tmp_path, section):
     """A sample of the fault matrix; all of it: `python -m tests.execute.fault_matrix`."""
     for what, ends in section(tmp_path, 6, random.Random(3)):
         assert sum(ends.values()) == 6, what
@@ -386,6 +367,6 @@ def test_no_flipped_bit_of_a_source_is_a_silent_wrong_result(
 @pytest.mark.parametrize(
     ("code", "says"), [(errno.ENOSPC, "The disk is full"), (errno.EACCES, "Check its permissions")]
 )
-def test_storage_errors_explain(code: int, says: str) -> None:
+def test_storage_errors_explain(code, says):
     with pytest.raises(StorageError, match=rf"/x: {os.strerror(code)}\. {says}"), storage_errors("/x"):
         raise OSError(code, os.strerror(code))

@@ -95,7 +95,7 @@ def check(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_masters_that_round_pass(tmp_path: Path, dtype: str) -> None:
+def test_masters_that_round_pass(tmp_path, dtype):
     values = masters()
     weights = cast(values, "float32", dtype)
     assert check(tmp_path / "a", values, weights, "all", dtype) == MastersReport(1, 200_000, 200_000)
@@ -104,7 +104,7 @@ def test_masters_that_round_pass(tmp_path: Path, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("written", ["float16", "bfloat16", "float64"])
-def test_masters_are_compared_as_they_are_stored_whatever_is_written(tmp_path: Path, written: str) -> None:
+def test_masters_are_compared_as_they_are_stored_whatever_is_written(tmp_path, written):
     """Through float16, many fp32 values round to another bfloat16."""
     values = masters()
     through = cast(cast(values, "float32", "float16"), "float16", "bfloat16")
@@ -116,7 +116,7 @@ def test_masters_are_compared_as_they_are_stored_whatever_is_written(tmp_path: P
 
 
 @pytest.mark.parametrize("at", [(0, 0), (39, 4999), (17, 3001)])
-def test_one_bit_in_one_weight_is_found(tmp_path: Path, at: tuple[int, int]) -> None:
+def test_one_bit_in_one_weight_is_found(tmp_path, at):
     values = masters()
     weights = cast(values, "float32", "bfloat16")
     weights[at] ^= 1
@@ -125,13 +125,13 @@ def test_one_bit_in_one_weight_is_found(tmp_path: Path, at: tuple[int, int]) -> 
     assert f"t[{at[0]}, {at[1]}]: master {float(values[at])!r}, stored bfloat16 weight" in str(caught.value)
 
 
-def test_a_sample_finds_a_shifted_tensor(tmp_path: Path) -> None:
+def test_a_sample_finds_a_shifted_tensor(tmp_path):
     values = masters()
     with pytest.raises(VerificationError, match=r"1 tensors do not round.*\n.*t\[0, "):
         check(tmp_path / "s", values, cast(np.roll(values, 1, 1), "float32", "bfloat16"), "sample")
 
 
-def test_nan_equals_nan_and_nothing_else(tmp_path: Path) -> None:
+def test_nan_equals_nan_and_nothing_else(tmp_path):
     values = masters()
     values[3, 4] = np.nan
     weights = cast(values, "float32", "bfloat16")
@@ -144,9 +144,7 @@ def test_nan_equals_nan_and_nothing_else(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("level", ["all", "sample"])
 @pytest.mark.parametrize("damaged", [(), ((0, 0),), ((39, 4999), (21, 7), (0, 1))])
-def test_threads_and_parts_change_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: CheckLevel, damaged: tuple[tuple[int, int], ...]
-) -> None:
+def test_threads_and_parts_change_nothing(tmp_path, monkeypatch, level, damaged):
     values = masters()
     weights = cast(values, "float32", "bfloat16")
     for at in damaged:
@@ -162,7 +160,7 @@ def test_threads_and_parts_change_nothing(
     assert damaged or len({report for report, _ in compared}) == 1
 
 
-def test_padding_rows_are_zeros_on_both_sides(tmp_path: Path) -> None:
+def test_padding_rows_are_zeros_on_both_sides(tmp_path):
     values = masters()
     files = stored(
         tmp_path, ("m", "float32", values, None), ("w", "bfloat16", cast(values, "float32", "bfloat16"), None)
@@ -175,7 +173,7 @@ def test_padding_rows_are_zeros_on_both_sides(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (100_000,), (3, 1 << 20), (7, 9, 5000), (100_000, 1), (0, 4)])
-def test_samples_lie_inside_and_reach_both_ends(shape: Shape) -> None:
+def test_samples_lie_inside_and_reach_both_ends(shape):
     boxes = sample_boxes(full_box(shape))
     assert all(full_box(shape).contains(box) for box in boxes)
     assert sum(box.volume for box in boxes) <= max(4 * 4096, 1)
@@ -185,7 +183,7 @@ def test_samples_lie_inside_and_reach_both_ends(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_remainders_are_told_from_damage(tmp_path: Path, damaged: bool) -> None:
+def test_remainders_are_told_from_damage(tmp_path, damaged):
     """Int16 remainders are a format that is not read; where anything else is wrong too, the checkpoint is."""
     values = masters()
     files = stored(
@@ -205,9 +203,7 @@ def test_remainders_are_told_from_damage(tmp_path: Path, damaged: bool) -> None:
     ("weight", "passes"), [(0x3F81, True), (0x3F82, True), (0x3F80, False), (0x3F83, False)]
 )
 @pytest.mark.parametrize("sign", [0, 0x8000])
-def test_of_two_weights_as_near_either_may_be_stored(
-    tmp_path: Path, weight: int, passes: bool, sign: int
-) -> None:
+def test_of_two_weights_as_near_either_may_be_stored(tmp_path, weight, passes, sign):
     """torch takes the even one, the fused Adam that keeps 16-bit remainders the one further from zero."""
     values = np.full((40, 5000), (sign | 0x3F81) << 16 | 0x8000, np.uint32).view(np.float32)
     weights = np.full((40, 5000), sign | weight, np.uint16)
@@ -242,9 +238,7 @@ def seen(tmp_path: Path) -> dict[str, Seen]:
 @pytest.mark.parametrize("first", CUTS)
 @pytest.mark.parametrize("second", CUTS)
 @pytest.mark.parametrize("box", [full_box(SMALL), Box((1, 0), (4, 10)), Box((1, 3), (3, 4))])
-def test_blocks_in_step_hold_every_element_once(
-    seen: dict[str, Seen], monkeypatch: pytest.MonkeyPatch, first: str, second: str, box: Box
-) -> None:
+def test_blocks_in_step_hold_every_element_once(seen, monkeypatch, first, second, box):
     monkeypatch.setattr(module, "_BLOCK_ELEMS", 7)
     monkeypatch.setattr(module, "_TILE_ELEMS", 13)
     pairs = [
@@ -256,20 +250,20 @@ def test_blocks_in_step_hold_every_element_once(
     assert sorted(got[0].tolist()) == sorted(inside.reshape(-1).tolist())
 
 
-def test_runs_are_read_without_gathering(seen: dict[str, Seen], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_are_read_without_gathering(seen, monkeypatch):
     monkeypatch.setattr(BoxReader, "regions", None)
     for pair in ("rows", "whole"), ("columns", "columns"):
         blocks = list(in_step([seen[key] for key in pair], full_box(SMALL)))
         assert sum(a.size for a, _ in blocks) == 60
 
 
-def test_a_view_that_turns_elements_is_gathered(seen: dict[str, Seen]) -> None:
+def test_a_view_that_turns_elements_is_gathered(seen):
     turned = TargetTensor("turned", "float32", (10, 6), (Source("whole", (Permute((1, 0)),)),))
     ((a, b),) = in_step([Seen(seen["whole"].reader, turned)] * 2, full_box((10, 6)))
     assert a.tobytes() == b.tobytes() == np.ascontiguousarray(NUMBERS.T).tobytes()
 
 
-def test_what_cannot_be_read_ends_it_early(seen: dict[str, Seen], tmp_path: Path) -> None:
+def test_what_cannot_be_read_ends_it_early(seen, tmp_path):
     for file in sorted((tmp_path / "in").glob("__1*.distcp")):
         with file.open("r+b") as opened:
             opened.truncate(100)
@@ -283,7 +277,7 @@ EDGES = np.array(
 )  # fmt: skip
 
 
-def test_near_masters_round_to_their_weights() -> None:
+def test_near_masters_round_to_their_weights():
     """Every edge of fp32 against every bf16 weight within two steps of it, and the zeros: near is never unlike."""
     bits = np.concatenate([EDGES, EDGES | np.uint32(1 << 31)])
     near = 0
@@ -313,12 +307,12 @@ def fp8_masters(seed: int = 5) -> Array:
     return masters((ROWS, COLUMNS), seed)
 
 
-def through_e4m3(values: Array, scale: Array | float, dtype: torch.dtype = torch.bfloat16) -> Array:
+def through_e4m3(values: Array, scale: Array | float, first: torch.dtype = torch.bfloat16) -> Array:
     """What Transformer Engine makes of masters, dequantized, as bits."""
     factor = torch.as_tensor(scale, dtype=torch.float32)
-    scaled = torch.from_numpy(values).to(dtype).float() * factor
+    scaled = torch.from_numpy(values).to(first).float() * factor
     numbers = scaled.clamp(-448, 448).to(torch.float8_e4m3fn).float()
-    bits: Array = (numbers * (1 / factor)).to(dtype).view(torch.uint16).numpy()
+    bits: Array = (numbers * (1 / factor)).bfloat16().view(torch.uint16).numpy()
     return bits
 
 
@@ -358,7 +352,7 @@ def check_fp8(
     [(448 / 0.09, 448 / 0.07), (7123.4, 4999.9), (8192.0, 4096.0), (1.0, 1.0), (8000.0, 9000.5)],
     ids=["amax", "any", "powers of two", "underflow", "saturation"],
 )
-def test_one_scale_a_rank(tmp_path: Path, scales: tuple[float, float], level: CheckLevel) -> None:
+def test_one_scale_a_rank(tmp_path, scales, level):
     values = fp8_masters()
     found = check_fp8(tmp_path, values, by_shard(values, scales), "delayed", level)
     assert (found.tensors, found.fp8) == (1, 1)
@@ -370,21 +364,18 @@ def test_one_scale_a_rank(tmp_path: Path, scales: tuple[float, float], level: Ch
     ("recipe", "rows", "columns", "powers"),
     [("mxfp8", 1, 32, True), ("blockwise", 32, 128, True), ("blockwise", 32, 128, False)],
 )
-def test_a_scale_a_block(
-    tmp_path: Path, recipe: str, rows: int, columns: int, powers: bool, level: CheckLevel
-) -> None:
+def test_a_scale_a_block(tmp_path, recipe, rows, columns, powers, level):
     values = fp8_masters() * np.logspace(-3, 0, ROWS, dtype=np.float32)[:, None]
     assert check_fp8(tmp_path, values, by_block(values, rows, columns, powers), recipe, level).fp8 == 1
 
 
-def test_masters_that_were_not_cast_to_the_models_type_first(tmp_path: Path) -> None:
+def test_masters_that_were_not_cast_to_the_models_type_first(tmp_path):
     values = fp8_masters()
-    numbers = (torch.from_numpy(values) * 5000.7).clamp(-448, 448).to(torch.float8_e4m3fn).float()
-    weights = (numbers * (1 / torch.tensor(5000.7))).bfloat16().view(torch.uint16).numpy()
+    weights = through_e4m3(values, 5000.7, first=torch.float32)
     assert check_fp8(tmp_path, values, weights, "delayed").fp8 == 1
 
 
-def test_blocks_are_counted_from_the_start_of_what_a_rank_holds(tmp_path: Path) -> None:
+def test_blocks_are_counted_from_the_start_of_what_a_rank_holds(tmp_path):
     """A sample of a wide row begins inside a block, and a rank's part of it at any column."""
     values = np.random.default_rng(5).standard_normal((8, 5008)).astype(np.float32)
     values *= np.repeat(10.0 ** np.random.default_rng(6).uniform(-4, 0, 5024 // 32), 32)[:5008].astype(
@@ -405,7 +396,7 @@ def test_blocks_are_counted_from_the_start_of_what_a_rank_holds(tmp_path: Path) 
 
 
 @RECIPES
-def test_weights_of_few_values_are_not_fp8_for_that(tmp_path: Path, recipe: str) -> None:
+def test_weights_of_few_values_are_not_fp8_for_that(tmp_path, recipe):
     values = np.full((ROWS, COLUMNS), 0.5, np.float32)
     weights = torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
     values[3, 4] = 0.51
@@ -416,9 +407,7 @@ def test_weights_of_few_values_are_not_fp8_for_that(tmp_path: Path, recipe: str)
 @RECIPES
 @pytest.mark.parametrize("bit", [31, 27, 22])
 @pytest.mark.parametrize("at", [(0, 0), (40, 300), (95, 511)])
-def test_a_flipped_bit_of_a_master_is_found(
-    tmp_path: Path, recipe: str, bit: int, at: tuple[int, int]
-) -> None:
+def test_a_flipped_bit_of_a_master_is_found(tmp_path, recipe, bit, at):
     values = fp8_masters()
     values[at] = 0.0137
     weights = in_fp8(recipe, values)
@@ -431,9 +420,7 @@ def test_a_flipped_bit_of_a_master_is_found(
 @RECIPES
 @pytest.mark.parametrize("wrong", [-1.0, 0.0137, np.nan, np.inf])
 @pytest.mark.parametrize("zero", [0.0, -0.0])
-def test_a_large_master_of_a_weight_of_zero_is_found(
-    recipe: str, wrong: float, zero: float, tmp_path: Path
-) -> None:
+def test_a_large_master_of_a_weight_of_zero_is_found(recipe, wrong, zero, tmp_path):
     values = fp8_masters()
     values[40, 300:304] = zero, -1e-9, 1e-9, zero
     weights = in_fp8(recipe, values)
@@ -445,7 +432,7 @@ def test_a_large_master_of_a_weight_of_zero_is_found(
 
 @RECIPES
 @LEVELS
-def test_masters_of_another_tensor_or_step_are_found(tmp_path: Path, recipe: str, level: CheckLevel) -> None:
+def test_masters_of_another_tensor_or_step_are_found(tmp_path, recipe, level):
     values = fp8_masters()
     later = (values * np.random.default_rng(9).uniform(0.98, 1.02, values.shape)).astype(np.float32)
     for name, wrong in (("swapped", fp8_masters(6)), ("later", later)):
@@ -454,7 +441,7 @@ def test_masters_of_another_tensor_or_step_are_found(tmp_path: Path, recipe: str
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "unknown", None])
-def test_weights_that_are_not_fp8_are_held_to_their_own_rounding(tmp_path: Path, recipe: str | None) -> None:
+def test_weights_that_are_not_fp8_are_held_to_their_own_rounding(tmp_path, recipe):
     values = fp8_masters()
     weights = torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
     assert check_fp8(tmp_path / "a", values, weights, recipe).fp8 == 0
@@ -479,12 +466,12 @@ def test_weights_that_are_not_fp8_are_held_to_their_own_rounding(tmp_path: Path,
         ({"fp8_param": True}, "delayed"),
     ],
 )
-def test_settings_tell_the_recipe(args: dict[str, object], recipe: str | None) -> None:
+def test_settings_tell_the_recipe(args, recipe):
     assert settings_of(args).fp8_recipe == settings_of(args, bridge=True).fp8_recipe == recipe
     assert ModelSettings().fp8_recipe == "unknown"
 
 
-def test_real_weights_are_proven(tmp_path: Path) -> None:
+def test_real_weights_are_proven(tmp_path):
     """Two ranks' shards of a projection and one of another weight, from `te_fp8param_tp2_fr` (delayed scaling)."""
     real = np.load(DATA / "te_fp8_weights.npz")
     halves = [Box((0, 0), (64, 32)), Box((0, 32), (64, 32))]
@@ -499,7 +486,7 @@ def test_real_weights_are_proven(tmp_path: Path) -> None:
         assert found == MastersReport(2, 8192, 8192, fp8=2)
 
 
-def test_a_real_run_converts_with_its_masters(tmp_path: Path) -> None:
+def test_a_real_run_converts_with_its_masters(tmp_path):
     source = fixture_dir("te_fp8param_tp2_fr")
     report = convert_to_fsdp_dtensor(str(source), str(tmp_path / "out"), ConvertOptions(check_masters="all"))
     assert report.masters.use == "written" and report.masters.mode == "all"
@@ -514,7 +501,7 @@ def test_a_real_run_converts_with_its_masters(tmp_path: Path) -> None:
     assert [found for check in checked.checks for found in check.findings] == []
 
 
-def test_shards_of_a_real_job_are_those_of_their_own_masters_alone() -> None:
+def test_shards_of_a_real_job_are_those_of_their_own_masters_alone():
     source = fixture_dir("te_fp8param_tp2_fr") / "iter_0000002"
     source_tensors, shards = oracle.tensors(source), list[tuple[Array, Array, int]]()
     for key, entry in read_catalog(open_files(str(source))).tensors.items():

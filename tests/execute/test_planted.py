@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,6 @@ from ckpt_tools.execute.output.folders import Folder, Foreign
 from ckpt_tools.execute.output.local_output import LocalOutput
 from ckpt_tools.execute.run import Output, write_checkpoint
 from ckpt_tools.formats.locate.detect import TRACKER
-from tests.execute.conftest import Case
 from tests.execute.test_faults import finished_but_unpublished
 from tests.execute.test_run import tree
 
@@ -40,9 +38,7 @@ OPTIONS = pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"resume"
 
 
 @OPTIONS
-def test_a_partial_directory_that_is_a_link_is_refused(
-    case: Case, tmp_path: Path, precious: Path, options: dict[str, Any]
-) -> None:
+def test_a_partial_directory_that_is_a_link_is_refused(case, tmp_path, precious, options):
     before = everything(precious)
     (tmp_path / PARTIAL).symlink_to(precious)
     with pytest.raises(UsageError, match="is not a directory"):
@@ -55,9 +51,7 @@ def test_a_partial_directory_that_is_a_link_is_refused(
 @pytest.mark.parametrize("target", ["file", "absent"])
 @OPTIONS
 @pytest.mark.parametrize("name", NAMES)
-def test_links_in_the_partial_directory_are_not_followed(
-    case: Case, tmp_path: Path, precious: Path, name: str, options: dict[str, Any], target: str
-) -> None:
+def test_links_in_the_partial_directory_are_not_followed(case, tmp_path, precious, name, options, target):
     """Whether it goes on from there or refuses: nothing that a link points to changes or appears."""
     before = everything(precious)
     (tmp_path / PARTIAL / name).parent.mkdir(parents=True)
@@ -73,9 +67,7 @@ def test_links_in_the_partial_directory_are_not_followed(
     assert not (precious / "absent").exists()
 
 
-def test_a_lock_with_another_name_elsewhere_is_not_written(
-    case: Case, tmp_path: Path, precious: Path
-) -> None:
+def test_a_lock_with_another_name_elsewhere_is_not_written(case, tmp_path, precious):
     (tmp_path / PARTIAL).mkdir()
     (tmp_path / PARTIAL / "lock").hardlink_to(precious / "file")
     with pytest.raises(Foreign, match="hard link"):
@@ -84,7 +76,7 @@ def test_a_lock_with_another_name_elsewhere_is_not_written(
 
 
 @pytest.mark.parametrize("what", ["no lock", "another lock", "another name"])
-def test_a_directory_that_only_has_the_name_is_left_alone(case: Case, tmp_path: Path, what: str) -> None:
+def test_a_directory_that_only_has_the_name_is_left_alone(case, tmp_path, what):
     partial = tmp_path / PARTIAL
     (partial / "checkpoint").mkdir(parents=True)
     (partial / "checkpoint" / "thesis").write_text("precious")
@@ -102,7 +94,7 @@ def test_a_directory_that_only_has_the_name_is_left_alone(case: Case, tmp_path: 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
 @pytest.mark.parametrize("which", ["directory", "lock"])
-def test_what_belongs_to_another_user_is_refused(case: Case, tmp_path: Path, which: str) -> None:
+def test_what_belongs_to_another_user_is_refused(case, tmp_path, which):
     partial = tmp_path / PARTIAL
     partial.mkdir()
     (partial / "lock").touch()
@@ -112,9 +104,7 @@ def test_what_belongs_to_another_user_is_refused(case: Case, tmp_path: Path, whi
     assert not (tmp_path / "out").exists()
 
 
-def test_links_among_the_files_of_stopped_work_are_not_written_through(
-    case: Case, tmp_path: Path, precious: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_links_among_the_files_of_stopped_work_are_not_written_through(case, tmp_path, precious, monkeypatch):
     plan, out = case.plan(2), tmp_path / "out"
     finished_but_unpublished(case, out, monkeypatch)
     data = tmp_path / PARTIAL / "checkpoint" / plan.items[0].file
@@ -127,9 +117,7 @@ def test_links_among_the_files_of_stopped_work_are_not_written_through(
     assert (precious / "file").read_text() == "precious"
 
 
-def test_a_tracker_is_replaced_and_its_temporary_name_cannot_be_guessed(
-    case: Case, tmp_path: Path, precious: Path
-) -> None:
+def test_a_tracker_is_replaced_and_its_temporary_name_cannot_be_guessed(case, tmp_path, precious):
     (tmp_path / TRACKER).symlink_to(precious / "file")
     (tmp_path / f".{TRACKER}.ckpt_tools-tmp").symlink_to(precious / "file")
     write_checkpoint(case.plan(1), case.files, Output(tmp_path / "out", {TRACKER: b"7"}))
@@ -138,9 +126,7 @@ def test_a_tracker_is_replaced_and_its_temporary_name_cannot_be_guessed(
     assert (tmp_path / TRACKER).read_bytes() == b"7"
 
 
-def test_replacing_a_directory_removes_links_and_not_what_they_point_to(
-    case: Case, tmp_path: Path, precious: Path
-) -> None:
+def test_replacing_a_directory_removes_links_and_not_what_they_point_to(case, tmp_path, precious):
     before = everything(precious)
     out = tmp_path / "out"
     write_checkpoint(case.plan(1), case.files, Output(out))
@@ -151,9 +137,7 @@ def test_replacing_a_directory_removes_links_and_not_what_they_point_to(
     assert not (tmp_path / PARTIAL).exists()
 
 
-def test_a_partial_directory_that_is_exchanged_meanwhile_leads_nowhere(
-    case: Case, tmp_path: Path, precious: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_partial_directory_that_is_exchanged_meanwhile_leads_nowhere(case, tmp_path, precious, monkeypatch):
     """Who may rename in the output's parent puts a link to another directory in its place."""
     before = everything(precious)
     create_files = LocalOutput.create_files
@@ -172,9 +156,7 @@ def test_a_partial_directory_that_is_exchanged_meanwhile_leads_nowhere(
 
 
 @pytest.mark.parametrize("name", ["lock", "publishing", "journal/plan.json", "journal/0.jsonl"])
-def test_a_fifo_keeps_nobody_waiting(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_fifo_keeps_nobody_waiting(case, tmp_path, monkeypatch, name):
     finished_but_unpublished(case, tmp_path / "out", monkeypatch)
     (tmp_path / PARTIAL / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / PARTIAL / name)
@@ -182,14 +164,14 @@ def test_a_fifo_keeps_nobody_waiting(
         write_checkpoint(case.plan(2), case.files, Output(tmp_path / "out", resume=True))
 
 
-def test_a_long_file_in_the_place_of_ours_fills_no_memory(tmp_path: Path) -> None:
+def test_a_long_file_in_the_place_of_ours_fills_no_memory(tmp_path):
     with open(tmp_path / "long", "wb") as file:
         file.truncate(1 << 40)
     with Folder.named(tmp_path) as folder, pytest.raises(Exception, match="is longer than 100 bytes"):
         folder.read("long", 100)
 
 
-def test_no_handle_stays_open(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_handle_stays_open(case, tmp_path, monkeypatch):
     def count() -> int:
         return len(os.listdir("/proc/self/fd"))
 

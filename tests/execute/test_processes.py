@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -65,18 +64,14 @@ def partial(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("world", "workers"), [(2, 1), (4, 1), (1, 2), (1, 5)])
-def test_any_number_of_processes_writes_the_same(
-    converters: Converters, tmp_path: Path, expected: dict[str, str], world: int, workers: int
-) -> None:
+def test_any_number_of_processes_writes_the_same(converters, tmp_path, expected, world, workers):
     ends = converters.run(Order(str(tmp_path), parts=3, world=world, workers=workers))
     assert len(ends) == world and {end.ranks for end in ends} == {world * workers}, ends
     assert tree(tmp_path / "out") == expected
     assert sorted((tmp_path / "left").read_text().split()) == [*map(str, range(world))]  # workers end inside
 
 
-def test_one_job_converts_one_checkpoint_after_another(
-    converters: Converters, tmp_path: Path, expected: dict[str, str]
-) -> None:
+def test_one_job_converts_one_checkpoint_after_another(converters, tmp_path, expected):
     """As `--iteration all` does: what was said of the first must not be taken for the second's."""
     ends = converters.run(Order(str(tmp_path), world=2, fault="twice"))
     assert [end.status for end in ends] == [0, 0]
@@ -96,15 +91,7 @@ def test_one_job_converts_one_checkpoint_after_another(
         ("limit", {"workers": 4}, 7, "starts no more than 2 processes (Resource temporarily unavailable)"),
     ],
 )  # fmt: skip
-def test_a_failure_of_one_is_that_of_all(
-    converters: Converters,
-    tmp_path: Path,
-    expected: dict[str, str],
-    fault: str,
-    processes: dict[str, Any],
-    code: int,
-    says: str,
-) -> None:
+def test_a_failure_of_one_is_that_of_all(converters, tmp_path, expected, fault, processes, code, says):
     ends = converters.run(Order(str(tmp_path), parts=3, victim=1, fault=fault, **processes))
     assert all(end.status == code and says in end.message for end in ends), ends
     assert not (tmp_path / "out").exists() and not list(tmp_path.rglob("checkpoint/.metadata"))
@@ -117,17 +104,13 @@ def test_a_failure_of_one_is_that_of_all(
         assert end.status == 0 and tree(tmp_path / "out") == expected
 
 
-def test_where_processes_are_limited_fewer_write_the_same(
-    converters: Converters, tmp_path: Path, expected: dict[str, str]
-) -> None:
+def test_where_processes_are_limited_fewer_write_the_same(converters, tmp_path, expected):
     (end,) = converters.run(Order(str(tmp_path), parts=3, workers=None, fault="limit"))
     assert end.ranks == 2 and tree(tmp_path / "out") == expected
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_a_signal_to_the_first_process_ends_all(
-    converters: Converters, tmp_path: Path, number: signal.Signals, code: int
-) -> None:
+def test_a_signal_to_the_first_process_ends_all(converters, tmp_path, number, code):
     make_case(tmp_path / "source")
     (pid,) = converters.start(Order(str(tmp_path), workers=3, fault="slow"))
     wait_until((tmp_path / "busy").exists)
@@ -145,14 +128,7 @@ SRUN = {
     ("world", "victim", "fault", "environ"),
     [(2, 1, "stop", None), (2, 0, "kill", None), (4, 3, "kill", SRUN)],
 )
-def test_ranks_that_fall_silent_are_named(
-    converters: Converters,
-    tmp_path: Path,
-    world: int,
-    victim: int,
-    fault: str,
-    environ: dict[str, str] | None,
-) -> None:
+def test_ranks_that_fall_silent_are_named(converters, tmp_path, world, victim, fault, environ):
     """With nobody to tell that they were killed or stopped."""
     make_case(tmp_path / "source", scale=24)
     order = Order(str(tmp_path), world=world, victim=victim, fault=fault, environ=environ, parts=4)
@@ -165,7 +141,7 @@ def test_ranks_that_fall_silent_are_named(
     assert not (tmp_path / "out").exists() and not list(tmp_path.rglob("checkpoint/.metadata"))
 
 
-def test_torchrun_ends_a_job_whose_rank_is_stopped(tmp_path: Path) -> None:
+def test_torchrun_ends_a_job_whose_rank_is_stopped(tmp_path):
     """Its agent sees processes that end, and this one does not."""
     make_case(tmp_path / "source", scale=24)
     order = json.dumps(asdict(Order(str(tmp_path), victim=1, fault="stop")))
@@ -204,7 +180,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "JOIN_SECONDS", 1.0)
 
 
-def test_a_rank_may_come_late_but_not_fall_silent(quick: None) -> None:
+def test_a_rank_may_come_late_but_not_fall_silent(quick):
     store = _Store()
     line = Line(0, 3, store, "rank 0")
     store.add("beat/1", 1)
@@ -214,7 +190,7 @@ def test_a_rank_may_come_late_but_not_fall_silent(quick: None) -> None:
     wait_until(lambda: line.silent() == [2])
 
 
-def test_ranks_watch_rank_0_alone_and_give_a_request_up_once(quick: None) -> None:
+def test_ranks_watch_rank_0_alone_and_give_a_request_up_once(quick):
     store = _Store()
     store.add("beat/0", 1)
     line = Line(2, 3, store, "rank 0, which keeps the store at h:1,")
@@ -228,7 +204,7 @@ def test_ranks_watch_rank_0_alone_and_give_a_request_up_once(quick: None) -> Non
         assert time.monotonic() - began < longest
 
 
-def test_who_am_i() -> None:
+def test_who_am_i():
     for alone in (
         {},
         {"RANK": "0", "WORLD_SIZE": "1"},
@@ -246,7 +222,7 @@ def test_who_am_i() -> None:
         assert _first_host(nodes) == first
 
 
-def test_errors_of_several_are_joined() -> None:
+def test_errors_of_several_are_joined():
     errors = [MappingError("a", ["x", "y"]), MappingError("b", ["y"]), MappingError("c")]
     joined = joined_error(dict(enumerate(map(serialize_error, errors))), names_ranks=True)
     assert isinstance(joined, MappingError)
@@ -259,14 +235,12 @@ def test_errors_of_several_are_joined() -> None:
 
 
 @pytest.mark.parametrize("where", ["", "in a worker:\n"])
-def test_threads_that_cannot_be_started_are_not_a_defect(
-    where: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_threads_that_cannot_be_started_are_not_a_defect(where, capsys):
     assert _explain(RuntimeError(f"{where}can't start new thread")) == 7
     assert "the system starts no more threads" in capsys.readouterr().err
 
 
-def test_workers_are_refused_under_a_launcher() -> None:
+def test_workers_are_refused_under_a_launcher():
     with (
         pytest.raises(UsageError, match="launcher has started 2"),
         with_workers(1, WriteOptions(workers=2), Ranks(0, 2)),
@@ -287,7 +261,7 @@ def test_workers_are_refused_under_a_launcher() -> None:
         (8, 64, 96, 32, 1),
     ],
 )
-def test_workers_by_default(gib: int, threads: int, memory_mib: int, cores: int, workers: int) -> None:
+def test_workers_by_default(gib, threads, memory_mib, cores, workers):
     options = WriteOptions(threads=threads, memory_bytes=memory_mib << 20)
     assert default_workers(gib << 30, options, cores) == workers
 
@@ -295,7 +269,7 @@ def test_workers_by_default(gib: int, threads: int, memory_mib: int, cores: int,
 @pytest.mark.parametrize(
     ("text", "least"), [("max 100000", None), ("100000 100000", 1), ("50000 100000", 1), ("x y z", None)]
 )
-def test_a_control_groups_quota_counts(tmp_path: Path, text: str, least: int | None) -> None:
+def test_a_control_groups_quota_counts(tmp_path, text, least):
     (tmp_path / "cpu.max").write_text(text)
     everything = len(os.sched_getaffinity(0))
     assert usable_cores(tmp_path / "cpu.max") == (everything if least is None else least)
@@ -303,7 +277,7 @@ def test_a_control_groups_quota_counts(tmp_path: Path, text: str, least: int | N
 
 
 @given(st.lists(st.integers(0, 1 << 40), max_size=60), st.integers(1, 20))
-def test_shares_are_even_and_hold_every_job_once(sizes: list[int], count: int) -> None:
+def test_shares_are_even_and_hold_every_job_once(sizes, count):
     shares = even_shares(sizes, count)
     assert len(shares) == count
     assert sorted(number for share in shares for number in share) == list(range(len(sizes)))
@@ -314,14 +288,14 @@ def test_shares_are_even_and_hold_every_job_once(sizes: list[int], count: int) -
 
 
 @given(st.lists(st.integers(0, 1 << 40), max_size=3000))
-def test_batches_hold_every_job_once_and_fit_a_page(sizes: list[int]) -> None:
+def test_batches_hold_every_job_once_and_fit_a_page(sizes):
     batches = _batches(sizes)
     assert [number for batch in batches for number in batch] == list(range(len(sizes)))
     assert len(batches) * 4 <= 4096
     assert len(_batches([1 << 40] * 3000)) == 1000, "three each"
 
 
-def test_results_are_in_the_order_of_jobs_and_the_first_failure_is_raised() -> None:
+def test_results_are_in_the_order_of_jobs_and_the_first_failure_is_raised():
     jobs = list(range(1000))
     read: list[int] = []
     done: list[int] = []
@@ -394,7 +368,7 @@ except ChildProcessError:
 """
 
 
-def test_workers_give_what_one_process_gives_and_end_with_the_block(tmp_path: Path) -> None:
+def test_workers_give_what_one_process_gives_and_end_with_the_block(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", JOBS, str(tmp_path)],
         cwd=REPO,

@@ -87,9 +87,7 @@ def reads(draw: st.DrawFn) -> tuple[bytes, list[tuple[int, int]]]:
 
 @settings(max_examples=300)
 @given(what=reads(), at=st.integers(0, 50), damage=st.integers(0, 1), buffer=st.integers(1, 100))
-def test_any_reads_of_a_record_prove_the_same(
-    what: tuple[bytes, list[tuple[int, int]]], at: int, damage: int, buffer: int
-) -> None:
+def test_any_reads_of_a_record_prove_the_same(what, at, damage, buffer):
     data, ranges = what
     stored = Stored(ITEM, at, len(data), crc.crc32(data) ^ damage)
     proof = SourceProof()
@@ -116,9 +114,7 @@ def test_any_reads_of_a_record_prove_the_same(
 
 @settings(max_examples=100)
 @given(shares=st.lists(reads(), min_size=2, max_size=4), damage=st.integers(0, 1), buffer=st.integers(1, 50))
-def test_any_shares_of_several_ranks_prove_the_same(
-    shares: list[tuple[bytes, list[tuple[int, int]]]], damage: int, buffer: int
-) -> None:
+def test_any_shares_of_several_ranks_prove_the_same(shares, damage, buffer):
     """Each rank's ranges are cut to one record."""
     data = max((one for one, _ in shares), key=len)
     stored = Stored(ITEM, 0, len(data), crc.crc32(data) ^ damage)
@@ -147,7 +143,7 @@ def test_any_shares_of_several_ranks_prove_the_same(
     assert (verdicts == {None}) == bool(damage)
 
 
-def test_more_pieces_than_are_kept_are_read_again() -> None:
+def test_more_pieces_than_are_kept_are_read_again():
     data = os.urandom(2 * MOST_PIECES + 101)
     stored = Stored(ITEM, 0, len(data), crc.crc32(data))
     proof = SourceProof()
@@ -160,7 +156,7 @@ def test_more_pieces_than_are_kept_are_read_again() -> None:
     assert (report.nbytes, report.read_for_it) == (len(data), len(data) - MOST_PIECES)
 
 
-def test_pieces_that_overlap_are_left_out() -> None:
+def test_pieces_that_overlap_are_left_out():
     pieces = Pieces(10)
     for piece in (Piece(2, 5, 1), Piece(4, 8, 2), Piece(0, 3, 3), Piece(2, 5, 4), Piece(7, 7, 0)):
         pieces.put(piece)
@@ -200,7 +196,7 @@ def plans(case: Case) -> dict[str, Plan]:
 
 @pytest.mark.parametrize("way", ["whole", "a few rows", "columns", "turned", "all"])
 @pytest.mark.parametrize("place", ["first", "middle", "last"])
-def test_one_bit_of_a_payload_is_found_whatever_is_read_of_it(tmp_path: Path, way: str, place: str) -> None:
+def test_one_bit_of_a_payload_is_found_whatever_is_read_of_it(tmp_path, way, place):
     case = make_case(tmp_path / "source")
     plan = plans(case)[way]
     path, offset, nbytes = stored_payload(tmp_path / "source", "weight")
@@ -215,9 +211,7 @@ def test_one_bit_of_a_payload_is_found_whatever_is_read_of_it(tmp_path: Path, wa
     assert (report.check_source, report.payloads_proven, report.bytes_proven) == ("none", 0, 0)
 
 
-def test_only_what_is_read_of_is_proven_and_what_nothing_needs_is_read_and_counted(
-    case: Case, tmp_path: Path
-) -> None:
+def test_only_what_is_read_of_is_proven_and_what_nothing_needs_is_read_and_counted(case, tmp_path):
     path, offset, _ = stored_payload(tmp_path / "source", "stacked", 3)
     flip_bit(path, offset)
     chunks = case.catalog.tensors["weight"].chunks
@@ -230,9 +224,7 @@ def test_only_what_is_read_of_is_proven_and_what_nothing_needs_is_read_and_count
 
 
 @pytest.mark.parametrize("at_least", [1, 1 << 60])
-def test_unproven_damage_of_a_whole_payload_still_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_least: int
-) -> None:
+def test_unproven_damage_of_a_whole_payload_still_shows(tmp_path, monkeypatch, at_least):
     """It keeps the checksum of its writer on every way, so that the copy is as damaged as its source, not sound."""
     monkeypatch.setattr("ckpt_tools.execute.move.stream.KERNEL_COPY_BYTES", at_least)
     source = DcpFolder(tmp_path / "source")
@@ -252,7 +244,7 @@ def test_unproven_damage_of_a_whole_payload_still_shows(
         assert crc.crc32(path.read_bytes()[offset : offset + nbytes]) != stated
 
 
-def test_damage_of_a_payload_that_two_processes_read_is_one_error(tmp_path: Path) -> None:
+def test_damage_of_a_payload_that_two_processes_read_is_one_error(tmp_path):
     make_case(tmp_path / "source", scale=24)
     path, offset, nbytes = stored_payload(tmp_path / "source", "weight")
     flip_bit(path, offset + nbytes // 3)
@@ -265,9 +257,7 @@ def test_damage_of_a_payload_that_two_processes_read_is_one_error(tmp_path: Path
     assert not list(tmp_path.glob(".out*"))
 
 
-def test_resume_proves_what_another_process_has_moved(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_proves_what_another_process_has_moved(case, tmp_path, monkeypatch):
     def stop(*_args: object) -> None:
         raise Interrupted("here")
 
@@ -284,7 +274,7 @@ def test_resume_proves_what_another_process_has_moved(
 
 
 @pytest.mark.parametrize("way", ["whole", "a few rows", "turned"])
-def test_stores_are_proven_too(case: Case, tmp_path: Path, way: str) -> None:
+def test_stores_are_proven_too(case, tmp_path, way):
     import fsspec
 
     plan = plans(case)[way]
@@ -347,7 +337,7 @@ def copied(files: LocalFiles, out: Path, dtype: str, shape: tuple[int, ...]) -> 
     ],
     ids=["rows repeat", "columns repeat", "one element", "overlapping", "a part", "a box"],
 )
-def test_tensors_of_any_strides_mean_the_same(tmp_path: Path, tensor: torch.Tensor) -> None:
+def test_tensors_of_any_strides_mean_the_same(tmp_path, tensor):
     shape = tuple(tensor.shape)
     files = stock_source(tmp_path / "in", tensor, shape, "float32")
     found = copied(files, tmp_path / "out", "float32", shape)
@@ -373,7 +363,7 @@ def test_tensors_of_any_strides_mean_the_same(tmp_path: Path, tensor: torch.Tens
         (torch.view_as_complex(torch.arange(12.0).reshape(6, 2)).conj().imag, "neg"),
     ],
 )
-def test_lazy_bits_are_refused_by_name(tmp_path: Path, tensor: torch.Tensor, bit: str) -> None:
+def test_lazy_bits_are_refused_by_name(tmp_path, tensor, bit):
     dtype = str(tensor.dtype).removeprefix("torch.")
     files = stock_source(tmp_path / "in", tensor, (6,), dtype)
     with pytest.raises(UnsupportedCheckpointError, match=f"^w: .*'{bit}'.*resolve_neg"):
@@ -384,9 +374,7 @@ def test_lazy_bits_are_refused_by_name(tmp_path: Path, tensor: torch.Tensor, bit
         read_box(files, catalog, TargetTensor("w", dtype, (6,), (Source("w"),)), Box((0,), (6,)))
 
 
-def test_elements_that_share_storage_do_not_fill_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_elements_that_share_storage_do_not_fill_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr("ckpt_tools.execute.move.source_reader._MAX_REPEATED_BYTES", 1000)
     files = stock_source(tmp_path / "in", torch.arange(5.0).expand(60, 5), (60, 5), "float32")
     with pytest.raises(
@@ -396,7 +384,7 @@ def test_elements_that_share_storage_do_not_fill_the_disk(
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_resume_of_a_finished_output_ends_well(case: Case, tmp_path: Path, remote: bool) -> None:
+def test_resume_of_a_finished_output_ends_well(case, tmp_path, remote):
     place = f"memory://{tmp_path.name}-finished/out" if remote else tmp_path / "out"
     plan = case.plan(2)
 
@@ -419,7 +407,7 @@ def test_resume_of_a_finished_output_ends_well(case: Case, tmp_path: Path, remot
     assert done.bytes_read > 0
 
 
-def test_a_tracker_that_moved_on_since_stays(case: Case, tmp_path: Path) -> None:
+def test_a_tracker_that_moved_on_since_stays(case, tmp_path):
     output = Output(tmp_path / "out", beside={"tracker": b"7"})
     write_checkpoint(case.plan(1), case.files, output)
     resumed = Output(tmp_path / "out", beside={"tracker": b"7"}, resume=True)

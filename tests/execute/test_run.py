@@ -7,7 +7,6 @@ import hashlib
 import math
 import os
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,7 +36,7 @@ from ckpt_tools.model.transfers import Plan
 from ckpt_tools.model.views import Place, Select, Source, view_shape
 from ckpt_tools.model.without_gc import without_gc
 from ckpt_tools.plan.build import FILE_BYTES, build_plan, hole_bytes, holes
-from tests.execute.conftest import Case, make_case, opened
+from tests.execute.conftest import make_case, opened
 from tests.model.test_views import ABSENT, expected
 from tests.plan.test_build import rows
 from tests.strategies import tilings, viewed_shapes
@@ -72,9 +71,7 @@ def assert_equal(found: dict[str, Array], wanted: dict[str, Array]) -> None:
 @pytest.mark.parametrize(
     ("world", "file_bytes", "files"), [(1, FILE_BYTES, 1), (3, FILE_BYTES, 3), (2, 100_000, 6)]
 )
-def test_stock_dcp_reads_every_tensor_and_object(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int, file_bytes: int, files: int
-) -> None:
+def test_stock_dcp_reads_every_tensor_and_object(case, tmp_path, monkeypatch, world, file_bytes, files):
     monkeypatch.setattr("ckpt_tools.plan.build.FILE_BYTES", file_bytes)
     plan = case.plan(world)
     assert len(plan.file_bytes) == files
@@ -96,7 +93,7 @@ def test_stock_dcp_reads_every_tensor_and_object(
     assert {k: (e.dtype, e.shape) for k, e in again.tensors.items()} == dict(plan.tensors)
 
 
-def test_metadata_holds_genuine_torch_classes(case: Case, tmp_path: Path) -> None:
+def test_metadata_holds_genuine_torch_classes(case, tmp_path):
     write_checkpoint(case.plan(2), case.files, Output(tmp_path / "out"))
     metadata = dcp.FileSystemReader(tmp_path / "out").read_metadata()
     assert type(metadata) is dcp.metadata.Metadata
@@ -112,7 +109,7 @@ def test_metadata_holds_genuine_torch_classes(case: Case, tmp_path: Path) -> Non
     assert metadata.version == "1.0.0"
 
 
-def test_reading_recognises_the_records_that_are_written(case: Case) -> None:
+def test_reading_recognises_the_records_that_are_written(case):
     plan = case.plan(3)
     machine = Machine(metadata_bytes(plan), "here")
     described = machine.load().state.as_dict()["state_dict_metadata"].as_dict()
@@ -124,7 +121,7 @@ def test_reading_recognises_the_records_that_are_written(case: Case) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3, 8])
-def test_threads_take_every_batch_once_and_spread_over_files(case: Case, threads: int) -> None:
+def test_threads_take_every_batch_once_and_spread_over_files(case, threads):
     items = case.plan(4).items
     share = range(1, len(items) - 1)
     todo = _FileQueue(items, share, 6 << 16)
@@ -138,7 +135,7 @@ def test_threads_take_every_batch_once_and_spread_over_files(case: Case, threads
     assert taken and sorted(taken) == list(share)
 
 
-def test_kernel_copies_equal_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_copies_equal_tiles(tmp_path, monkeypatch):
     case = make_case(tmp_path / "source", scale=32)
     plan = case.plan(1)
     unproven = WriteOptions(check_source="none")
@@ -157,9 +154,7 @@ def test_kernel_copies_equal_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("at_least", [1, 1 << 60])
-def test_a_whole_payload_beside_others_or_zeros(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_least: int
-) -> None:
+def test_a_whole_payload_beside_others_or_zeros(tmp_path, monkeypatch, at_least):
     """The first piece is a whole payload that could be copied, but it is not the whole item.
 
     Between small items that are whole copies, where such a payload must not join their batch.
@@ -186,7 +181,7 @@ def test_a_whole_payload_beside_others_or_zeros(
 
 @settings(max_examples=25)
 @given(data=st.data())
-def test_any_view_of_any_chunks(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_view_of_any_chunks(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("view")
     shape, view = data.draw(viewed_shapes())
     wanted = expected(shape, view) + 1  # no element is zero, so that one left out shows
@@ -207,7 +202,7 @@ def test_any_view_of_any_chunks(data: st.DataObject, tmp_path_factory: pytest.Te
     reader.close()
 
 
-def test_transposed_payloads_of_stock_dcp(tmp_path: Path) -> None:
+def test_transposed_payloads_of_stock_dcp(tmp_path):
     """A stock writer keeps the memory format of what it saves: payloads need not be row-major."""
     values = torch.arange(2 * 3 * 40 * 50, dtype=torch.float32).reshape(3, 40, 2, 50)
     dcp.save(
@@ -227,7 +222,7 @@ def test_transposed_payloads_of_stock_dcp(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
-def test_items_that_are_not_what_the_metadata_says(tmp_path: Path) -> None:
+def test_items_that_are_not_what_the_metadata_says(tmp_path):
     source = DcpFolder(tmp_path / "in")
     source.tensor("w", "float32", np.zeros((4, 6), np.float32))
     source.tensor("v", "int32", np.zeros((4, 6), np.int32))
@@ -243,7 +238,7 @@ def test_items_that_are_not_what_the_metadata_says(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in"]
 
 
-def test_outputs_that_are_refused(case: Case, tmp_path: Path) -> None:
+def test_outputs_that_are_refused(case, tmp_path):
     plan = case.plan(1)
     out = tmp_path / "out"
     out.mkdir()
@@ -264,9 +259,7 @@ def test_outputs_that_are_refused(case: Case, tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
 
 
-def test_too_little_disk_is_known_before_the_first_byte(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_disk_is_known_before_the_first_byte(case, tmp_path, monkeypatch):
     """And it is the output's own: neither more is asked for, nor less."""
     real, plan = os.statvfs(tmp_path), case.plan(1)
     needed = sum(plan.file_bytes.values()) - hole_bytes(holes(plan))
@@ -306,9 +299,7 @@ def _replace(path: Path) -> None:
         Path.unlink,
     ],
 )
-def test_a_source_that_changes_underneath(
-    case: Case, tmp_path: Path, change: Callable[[Path], object]
-) -> None:
+def test_a_source_that_changes_underneath(case, tmp_path, change):
     path, pending = tmp_path / "source" / "__0_0.distcp", [True]
 
     def disturb(done: int, total: int) -> None:
@@ -326,9 +317,7 @@ def test_a_source_that_changes_underneath(
 @pytest.mark.parametrize(
     "name", ["metadata.json", "common.pt", "run_config.yaml", "train_state.pt", "config.json"]
 )
-def test_a_file_that_describes_the_source_appears_or_goes(
-    name: str, was_there: bool, case: Case, tmp_path: Path
-) -> None:
+def test_a_file_that_describes_the_source_appears_or_goes(name, was_there, case, tmp_path):
     path = tmp_path / "source" / name
     if was_there:
         path.touch()
@@ -343,9 +332,7 @@ def test_a_file_that_describes_the_source_appears_or_goes(
 
 @pytest.mark.parametrize("part", ["tensors", "objects"])
 @pytest.mark.parametrize("beside", [{}, {"tracker": b"3"}])
-def test_fsync_reaches_every_file_and_folder(
-    part: str, beside: dict[str, bytes], case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fsync_reaches_every_file_and_folder(part, beside, case, tmp_path, monkeypatch):
     extra = {"config.json": b"{}", "inner/notes": b"x"}
     output = Output(tmp_path / "run" / "out", extra_files=extra, beside=beside)
     kept = case.target
@@ -372,7 +359,7 @@ def small_source(folder: Path, count: int) -> tuple[Target, dict[str, Array]]:
     return Target(tuple(targets)), wanted
 
 
-def test_joined_small_items_equal_the_general_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joined_small_items_equal_the_general_way(tmp_path, monkeypatch):
     target, wanted = small_source(tmp_path / "in", 300)
     files = open_files(str(tmp_path / "in"))
     plan = build_plan(read_catalog(files), target, rows(2), 2)
@@ -398,9 +385,7 @@ def test_joined_small_items_equal_the_general_way(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("batched", [True, False])
-def test_a_flipped_bit_in_a_small_payload_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batched: bool
-) -> None:
+def test_a_flipped_bit_in_a_small_payload_is_found(tmp_path, monkeypatch, batched):
     target, _ = small_source(tmp_path / "in", 30)
     files = open_files(str(tmp_path / "in"))
     catalog = read_catalog(files)
@@ -416,9 +401,7 @@ def test_a_flipped_bit_in_a_small_payload_is_found(
 
 
 @pytest.mark.parametrize("place", ["local", "store"])
-def test_buffers_do_not_outlive_the_work(
-    place: str, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buffers_do_not_outlive_the_work(place, case, tmp_path, monkeypatch):
     """Nothing refers to a pump in a circle: an `--iteration all` would hold more with every checkpoint."""
     made: list[weakref.ref[stream.Pump]] = []
     real = stream.Pump.__init__

@@ -42,7 +42,7 @@ def _index(box: Box) -> tuple[slice, ...]:
 
 
 @pytest.mark.parametrize("dtype", MINIFLOATS)
-def test_every_8_bit_float_has_the_value_torch_gives_it(dtype: str) -> None:
+def test_every_8_bit_float_has_the_value_torch_gives_it(dtype):
     codes = torch.arange(256, dtype=torch.uint8).view(getattr(torch, dtype))
     expected = codes.to(torch.float32).numpy()
     assert np.array_equal(minifloat_values(dtype), expected, equal_nan=True)
@@ -69,9 +69,7 @@ def masters(
 
 
 @given(st.data(), shapes(1, 3), st.sampled_from(["int16", "float32"]))
-def test_a_master_is_the_weight_and_its_remainder_together(
-    data: st.DataObject, shape: tuple[int, ...], dtype: str
-) -> None:
+def test_a_master_is_the_weight_and_its_remainder_together(data, shape, dtype):
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
     weight, remainder, expected = masters(rng, shape)
     forms = [Form("bfloat16", shape), Form(dtype, shape)]
@@ -81,7 +79,7 @@ def test_a_master_is_the_weight_and_its_remainder_together(
 
 
 @given(st.data(), shapes(1, 3))
-def test_any_32_bits_are_joined_of_their_halves(data: st.DataObject, shape: tuple[int, ...]) -> None:
+def test_any_32_bits_are_joined_of_their_halves(data, shape):
     """Halfway masters, NaNs and infinities too; the halves by 64-bit integers."""
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
     bits = rng.integers(0, 1 << 32, shape, np.uint64).astype(np.uint32)
@@ -97,7 +95,7 @@ def test_any_32_bits_are_joined_of_their_halves(data: st.DataObject, shape: tupl
 
 
 @pytest.mark.parametrize("number", [0.5, 32768.0, -32769.0, np.nan, np.inf])
-def test_a_number_that_is_not_a_remainder_is_refused(number: float) -> None:
+def test_a_number_that_is_not_a_remainder_is_refused(number):
     low = np.array([1.0, number], np.float32)
     with pytest.raises(ValueError, match="not a 16-bit remainder"):
         JoinRemainder("float32").compute(full_box((2,)), [np.zeros(2, np.uint16), low])
@@ -109,9 +107,7 @@ def test_a_number_that_is_not_a_remainder_is_refused(number: float) -> None:
     st.sampled_from(["float8_e4m3fn", "float8_e5m2"]),
     st.sampled_from(["float32", "bfloat16"]),
 )
-def test_a_quantized_tensor_is_its_numbers_times_their_blocks_scales(
-    data: st.DataObject, shape: tuple[int, ...], stored: str, dtype: str
-) -> None:
+def test_a_quantized_tensor_is_its_numbers_times_their_blocks_scales(data, shape, stored, dtype):
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
     block = tuple(data.draw(st.integers(1, 4)) for _ in shape) if data.draw(st.booleans()) else ()
     coded = rng.integers(0, 256, shape, np.uint8)
@@ -131,9 +127,7 @@ def test_a_quantized_tensor_is_its_numbers_times_their_blocks_scales(
 
 
 @given(st.data(), shapes(1, 2), st.sampled_from([np.float32, np.float16]))
-def test_a_mean_is_rounded_as_numpy_rounds_doubles(
-    data: st.DataObject, shape: tuple[int, ...], kind: type[np.floating]
-) -> None:
+def test_a_mean_is_rounded_as_numpy_rounds_doubles(data, shape, kind):
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
     inputs = [
         (rng.standard_normal(shape) * 2.0 ** rng.integers(-30, 12, shape)).astype(kind) for _ in range(3)
@@ -161,9 +155,7 @@ def test_a_mean_is_rounded_as_numpy_rounds_doubles(
         ("float16", (65504, 65504), 65504),
     ],
 )
-def test_a_mean_of_16_bit_numbers_is_rounded_once_too(
-    dtype: str, values: tuple[float, ...], expected: float, sign: int
-) -> None:
+def test_a_mean_of_16_bit_numbers_is_rounded_once_too(dtype, values, expected, sign):
     inputs = [cast(np.array(sign * value, np.float64), "float64", dtype) for value in values]
     shares = (0.5, 0.5, 2.0**-30)[: len(values)]
     found = WeightedMean(dtype, shares).compute(Box((), ()), inputs)
@@ -210,13 +202,13 @@ FACTORS = [Form("float32", (4, 2)), Form("float32", (2, 6))]
         (AddLowRank("float32", 1.0), [Form("float32", (1, 4, 6)), *FACTORS]),
     ],
 )
-def test_inputs_of_another_form_are_refused(kernel: Kernel, forms: list[Form]) -> None:
+def test_inputs_of_another_form_are_refused(kernel, forms):
     with pytest.raises(ValueError, match=r"\w"):
         kernel.form(forms)
 
 
 @given(st.data())
-def test_zeros_are_made_of_nothing(data: st.DataObject) -> None:
+def test_zeros_are_made_of_nothing(data):
     shape = data.draw(shapes(0, 3))
     kernel = Zeros("float32", shape)
     found = by_tiles(kernel, [], [], data.draw(tilings(shape)))

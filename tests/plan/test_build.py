@@ -83,7 +83,7 @@ def stacked_plan(world: int) -> Plan:
     return build_plan(catalog, target, rows(world), world, [("args", b"archive")])
 
 
-def test_a_small_plan_in_full() -> None:
+def test_a_small_plan_in_full():
     plan = stacked_plan(1)
     assert [(i.key, i.box, [t.strategy for t in i.transfers]) for i in plan.items] == [
         ("w.0", full_box((8, 6)), ["verbatim", "verbatim"]),
@@ -98,7 +98,7 @@ def test_a_small_plan_in_full() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8, 11])
-def test_items_lie_aligned_in_order_without_overlap(world: int) -> None:
+def test_items_lie_aligned_in_order_without_overlap(world):
     plan = stacked_plan(world)
     ends: Counter[str] = Counter()
     parts: list[OutputBlob | OutputItem] = [*plan.blobs, *plan.items]
@@ -112,7 +112,7 @@ def test_items_lie_aligned_in_order_without_overlap(world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_full_file_gets_no_further_item(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
+def test_a_full_file_gets_no_further_item(monkeypatch, world):
     together = stacked_plan(world)
     monkeypatch.setattr("ckpt_tools.plan.build.FILE_BYTES", 1000)
     plan = stacked_plan(world)
@@ -131,7 +131,7 @@ def test_a_full_file_gets_no_further_item(monkeypatch: pytest.MonkeyPatch, world
 
 
 @given(at=st.integers(0, 1 << 20), before=st.integers(1, 3000), rows=st.sampled_from([1, 128, 129]))
-def test_a_long_whole_payload_lies_in_its_block_as_in_its_source(at: int, before: int, rows: int) -> None:
+def test_a_long_whole_payload_lies_in_its_block_as_in_its_source(at, before, rows):
     """So a file system can share its extents; where the source's item is not aligned, the target's still is."""
     shape = (rows, 2048)  # 1 MiB and a little, where it is long
     entries = {
@@ -156,7 +156,7 @@ def test_a_long_whole_payload_lies_in_its_block_as_in_its_source(at: int, before
 
 
 @given(st.data())
-def test_every_world_moves_the_same_elements(data: st.DataObject) -> None:
+def test_every_world_moves_the_same_elements(data):
     shape = data.draw(st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(1, 5)))
     catalog = catalog_of(w=("float32", shape, data.draw(tilings(shape))))
     tensor = TargetTensor("t", "float32", shape[1:], (Source("w", (Select(0, shape[0] - 1),)),))
@@ -181,7 +181,7 @@ def test_every_world_moves_the_same_elements(data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_shares_are_a_partition_in_order(data: st.DataObject) -> None:
+def test_shares_are_a_partition_in_order(data):
     plan = stacked_plan(data.draw(st.integers(1, 9)))
     workers = data.draw(st.integers(1, 20))
     shares = [worker_share(plan.items, i, workers) for i in range(workers)]
@@ -192,7 +192,7 @@ def test_shares_are_a_partition_in_order(data: st.DataObject) -> None:
     ("casts", "workers", "shares"),
     [(0, 4, [16] * 4), (32, 2, [24, 40])],  # 32 casts of 2 MB, 32 moves of 4 MB
 )
-def test_shares_are_balanced_and_weigh_casts(casts: int, workers: int, shares: list[int]) -> None:
+def test_shares_are_balanced_and_weigh_casts(casts, workers, shares):
     boxes = [Box((i, 0, 0), (1, 1000, 1000)) for i in range(64)]
     catalog = catalog_of(w=("float32", (64, 1000, 1000), boxes))
     tensors = [
@@ -216,7 +216,7 @@ W = catalog_of(
 )
 
 
-def test_wrong_mappings_are_named() -> None:
+def test_wrong_mappings_are_named():
     def tensor(*sources: Source, shape: Shape = (4, 6), dtype: str = "float32") -> TargetTensor:
         return TargetTensor("t", dtype, shape, sources)
 
@@ -237,7 +237,7 @@ def test_wrong_mappings_are_named() -> None:
     assert "and 27 more like these" in many
 
 
-def test_zero_filled_elements_are_counted_and_allowed_only_when_said() -> None:
+def test_zero_filled_elements_are_counted_and_allowed_only_when_said():
     source = Source("w", (Place((0, 0), (7, 6)),))
     assert "18 of 42 elements" in failing(W, TargetTensor("t", "float32", (7, 6), (source,)))
     plan = build_plan(
@@ -255,7 +255,7 @@ def test_zero_filled_elements_are_counted_and_allowed_only_when_said() -> None:
         ([Box((0,), (4,)), Box((4,), (1,))], None),  # outside: no target element comes from it
     ],
 )
-def test_damaged_sources_are_corrupt(chunks: list[Box], says: str | None) -> None:
+def test_damaged_sources_are_corrupt(chunks, says):
     catalog = catalog_of(w=("float32", (4,), chunks))
     target = Target((TargetTensor("t", "float32", (4,), (Source("w"),)),))
     if says is None:
@@ -265,7 +265,7 @@ def test_damaged_sources_are_corrupt(chunks: list[Box], says: str | None) -> Non
         build_plan(catalog, target, whole, 1)
 
 
-def test_archives_must_be_those_of_the_objects() -> None:
+def test_archives_must_be_those_of_the_objects():
     target = Target((), objects=(TargetObject("a", 1),))
     with pytest.raises(MappingError, match="archives"):
         build_plan(W, target, whole, 1, [("b", b"")])
@@ -273,7 +273,7 @@ def test_archives_must_be_those_of_the_objects() -> None:
         build_plan(W, Target((), (InlineTensor("s", "int64", (), b"123"),)), whole, 1)
 
 
-def test_json_says_everything_and_digest_changes_with_it() -> None:
+def test_json_says_everything_and_digest_changes_with_it():
     plan = stacked_plan(2)
     assert json.loads(json.dumps(plan_summary(plan)))["digest"] == plan.digest
     listed = json.loads(json.dumps(list(item_rows(plan))))
@@ -281,7 +281,7 @@ def test_json_says_everything_and_digest_changes_with_it() -> None:
     assert len({stacked_plan(world).digest for world in (1, 2, 3, 4, 8)}) == 5
 
 
-def test_plan_is_the_same_under_every_hash_seed() -> None:
+def test_plan_is_the_same_under_every_hash_seed():
     code = "from tests.plan.test_build import stacked_plan; print(stacked_plan(3).digest)"
     seeds = ["0", "4711"]
     found = {
@@ -299,7 +299,7 @@ def test_plan_is_the_same_under_every_hash_seed() -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 2), (0, 2)])
-def test_an_empty_shard_is_written_only_for_a_tensor_without_elements(shape: Shape) -> None:
+def test_an_empty_shard_is_written_only_for_a_tensor_without_elements(shape):
     """Also the first one: its offset would hide the chunk that begins there."""
     catalog = catalog_of(w=("float32", shape, [full_box(shape)]))
     target = Target((TargetTensor("w", "float32", shape, (Source("w"),)),))
@@ -311,7 +311,7 @@ def test_an_empty_shard_is_written_only_for_a_tensor_without_elements(shape: Sha
 
 
 @given(st.data())
-def test_layers_that_are_planned_together_are_planned_as_alone(data: st.DataObject) -> None:
+def test_layers_that_are_planned_together_are_planned_as_alone(data):
     """What is found of one layer is taken for others that are tiled alike, whatever chunks they share."""
     shape = (5, 2, 4, 3)
     leading = data.draw(st.integers(1, 2))
@@ -334,7 +334,7 @@ def test_layers_that_are_planned_together_are_planned_as_alone(data: st.DataObje
 
 
 @pytest.mark.parametrize("count", [0, 1, 999, 1000, 1001, 2500])
-def test_tables_are_spelled_in_pieces_as_they_are_at_once(count: int) -> None:
+def test_tables_are_spelled_in_pieces_as_they_are_at_once(count):
     names = [f'layer.{n}."quoted".ünï' for n in range(count)]
     sizes = {name: number for number, name in enumerate(names)}
     tensors = {name: TensorInfo("float32", (number, 2)) for number, name in enumerate(names)}
@@ -347,14 +347,14 @@ def test_tables_are_spelled_in_pieces_as_they_are_at_once(count: int) -> None:
     assert plan_digest([], [], sizes, tensors, paths) == hashlib.sha256(at_once).hexdigest()
 
 
-def test_a_name_that_is_no_text_has_all_tables_spelled_the_other_way() -> None:
+def test_a_name_that_is_no_text_has_all_tables_spelled_the_other_way():
     paths = {f"k{n}": ("k", n) for n in range(1500)} | {"file\udcff": ("file\udcff",)}
     tensors = {"k0": TensorInfo("float32", (2,))}
     at_once = json.dumps([{"f": 1}, {"k0": ["float32", [2]]}, paths, {}]).encode()
     assert plan_digest([], [], {"f": 1}, tensors, paths) == hashlib.sha256(at_once).hexdigest()
 
 
-def test_what_is_made_by_the_hundred_thousand_is_what_a_frozen_dataclass_is() -> None:
+def test_what_is_made_by_the_hundred_thousand_is_what_a_frozen_dataclass_is():
     tensor, equal = (TargetTensor("w", "float32", (2, 3), (Source("w"),), parameter="w") for _ in range(2))
     assert equal == tensor and {equal} == {tensor} and not hasattr(tensor, "__dict__")
     assert pickle.loads(pickle.dumps(tensor)) == tensor != replace(tensor, shape=(3, 2))

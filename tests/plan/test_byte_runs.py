@@ -32,7 +32,7 @@ from tests.strategies import boxes, shapes
 
 
 @given(st.data())
-def test_blocks_tile_a_region_and_spans_keep_to_the_limit(data: st.DataObject) -> None:
+def test_blocks_tile_a_region_and_spans_keep_to_the_limit(data):
     shape = data.draw(shapes(1))
     box = data.draw(boxes(shape, min_side=1))
     order = data.draw(st.permutations(range(len(shape))))
@@ -62,15 +62,13 @@ def test_blocks_tile_a_region_and_spans_keep_to_the_limit(data: st.DataObject) -
         ((4096, 64), (4096, 1), 1 << 20, 16, False),  # covering spans of 256 rows
     ],
 )
-def test_patterns_weigh_gaps_against_reads(
-    size: tuple[int, ...], strides: tuple[int, ...], limit: int, reads: int, dense: bool
-) -> None:
+def test_patterns_weigh_gaps_against_reads(size, strides, limit, reads, dense):
     pattern = read_pattern(size, strides, 4, limit)
     assert (pattern.reads, pattern.dense(size)) == (reads, dense)
 
 
 @given(st.data())
-def test_tiles_follow_each_other_in_row_major_order(data: st.DataObject) -> None:
+def test_tiles_follow_each_other_in_row_major_order(data):
     shape = data.draw(shapes())
     box = data.draw(boxes(shape, min_side=1))
     limit = data.draw(st.integers(1, 100))
@@ -82,7 +80,7 @@ def test_tiles_follow_each_other_in_row_major_order(data: st.DataObject) -> None
 
 
 @given(st.data())
-def test_dense_and_run_against_flat_indices(data: st.DataObject) -> None:
+def test_dense_and_run_against_flat_indices(data):
     shape = data.draw(shapes())
     box = data.draw(boxes(shape, min_side=1))
     strides = row_major_strides(shape)
@@ -95,7 +93,7 @@ def test_dense_and_run_against_flat_indices(data: st.DataObject) -> None:
     assert is_dense(box.size, strides) == gapless
 
 
-def test_edges() -> None:
+def test_edges():
     assert is_run(full_box(()), ())
     assert is_dense((), ())
     assert list(row_major_tiles(full_box(()), 1)) == [full_box(())]
@@ -109,7 +107,7 @@ ITEMS = st.builds(
 
 
 @given(st.lists(ITEMS, max_size=20), st.integers(1, 5 * MAX_GAP_BYTES))
-def test_spans_hold_every_item(items: list[Item], limit: int) -> None:
+def test_spans_hold_every_item(items, limit):
     spans = coalesce(items, limit)
     assert spans == sorted(spans)
     for item in items:
@@ -123,7 +121,7 @@ def test_spans_hold_every_item(items: list[Item], limit: int) -> None:
     assert all((s.file, s.start) in starts for s in spans)
 
 
-def test_gaps() -> None:
+def test_gaps():
     near, far = Item("f", 100 + MAX_GAP_BYTES, 50), Item("f", 101 + MAX_GAP_BYTES, 50)
     assert coalesce([near, Item("f", 0, 100)], 1 << 30) == [Span("f", 0, near.offset + 50)]
     assert len(coalesce([far, Item("f", 0, 100)], 1 << 30)) == 2
@@ -145,9 +143,7 @@ def outputs(draw: st.DrawFn) -> OutputItem:
 
 
 @given(st.lists(outputs(), max_size=30), st.integers(SMALL_BYTES, 4 * SMALL_BYTES), st.data())
-def test_batches_are_a_partition_of_small_copies(
-    items: list[OutputItem], limit: int, data: st.DataObject
-) -> None:
+def test_batches_are_a_partition_of_small_copies(items, limit, data):
     start = data.draw(st.integers(0, len(items)))
     share = range(start, data.draw(st.integers(start, len(items))))
     found = list(batches(items, share, limit))
@@ -189,6 +185,6 @@ def small_copy(
         (small_copy(how=RUNS), False),
     ],
 )
-def test_only_small_whole_payloads_are_joined(item: OutputItem, joined: bool) -> None:
+def test_only_small_whole_payloads_are_joined(item, joined):
     alone = [range(1), range(1, 2)]
     assert list(batches([item, item], range(2), 8 * SMALL_BYTES)) == ([range(2)] if joined else alone)

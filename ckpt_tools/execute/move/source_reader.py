@@ -57,7 +57,7 @@ class Payload(NamedTuple):
     offset: int
     nbytes: int
     crc32: int | None  # None: unknown
-    proof: RecordProof | None = None  # to be told of every read; None: there is nothing to prove
+    proof: RecordProof | None = None  # sums every read; None: there is nothing to prove
 
     def read_into(self, first: int, buffer: memoryview) -> None:
         """Fill `buffer` with the payload's bytes from number `first` on."""
@@ -71,7 +71,7 @@ class SourceReader:
     """Payloads of a checkpoint's items. Safe to share between threads; close it to remove its temporary files.
 
     Payloads that are not row-major (their writer saved a transposed tensor) are rewritten row-major to a temporary
-    file in `spool_parent` first. `proof` is told of every byte that is read.
+    file in `spool_parent` first. `proof` sums every byte that is read.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class SourceReader:
         self._spool: tempfile.TemporaryDirectory[str] | None = None
         self._payloads: OrderedDict[Item, Payload] = OrderedDict()
         self._lock = threading.Lock()
-        self._of_thread = threading.local()  # `told`: items whose frames it has on their way
+        self._of_thread = threading.local()  # `requested`: items whose frames it has on their way
         self.is_remote = has_stores(files)
 
     def close(self) -> None:
@@ -117,9 +117,9 @@ class SourceReader:
             if item.length != frame.length:
                 return
             start += len(frame.head)
-            told: set[Item] = self._of_thread.__dict__.setdefault("told", set())
-            if item not in told and item not in self._payloads:
-                told.add(item)
+            requested: set[Item] = self._of_thread.__dict__.setdefault("requested", set())
+            if item not in requested and item not in self._payloads:
+                requested.add(item)
                 yield from frame_reads(self.files, item, len(frame.head), frame.tail_bytes)
         for _, first, nbytes in spans(piece, piece.box.size, itemsize(transfer.dtype), scratch_bytes):
             yield Range(files, name, start + first, start + first + nbytes)

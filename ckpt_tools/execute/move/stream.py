@@ -153,7 +153,7 @@ def segments(item: OutputItem) -> list[Segment]:
 class Pump:
     """Writes items with two buffers of `tile_bytes` each. One pump a thread.
 
-    `tick` is told the bytes written since the last call, after every tile, and may raise to stop the work.
+    `tick` is called with the bytes written since the last call, after every tile, and may raise to stop the work.
     """
 
     def __init__(self, source: SourceReader, tile_bytes: int, tick: Callable[[int], None]) -> None:
@@ -285,7 +285,7 @@ class Pump:
     def _segment_content(
         self, item: OutputItem, segment: Segment, at: int
     ) -> Iterator[tuple[memoryview, int]]:
-        """A segment's bytes, to stand from byte `at` on, a tile at a time, each with the CRC-32 of all so far."""
+        """A segment's bytes, for byte `at` of the file on, a tile at a time, each with the CRC-32 of all so far."""
         total = 0
         for tile, transfers in _tiles(item, segment, self._tile_bytes):
             data = self._fill(item, tile, transfers, segment.zeros, at)

@@ -128,7 +128,7 @@ def is_written(
 
 
 def same_small_parts(plan: Plan, output: Output, there: Files) -> bool:
-    """Whether objects, `.metadata` and the files beside the tensors are there as they would be written."""
+    """Whether objects, `.metadata` and the other small files are there as they would be written."""
     small = dict(output.extra_files)
     if output.is_dcp:
         small[METADATA] = metadata_bytes(plan)
@@ -149,7 +149,7 @@ def prove_shards(plan: Plan, folder: Path) -> None:
 
 
 def prove_uploaded(plan: Plan, files: Files) -> None:
-    """The same for files in a store: their headers are fetched, and stand before holes as long as the tensors."""
+    """The same for files in a store: their headers are fetched, and put before holes as long as the tensors."""
     shards = _tensors_of_shards(plan)
     if not shards:
         return

@@ -114,8 +114,8 @@ def _refuse_sources(final: Path, sources: Iterable[Path]) -> None:
 
 
 def output_blocked_error(folder: Path) -> UsageError:
-    """What to say of a folder on whose way something else stands."""
-    return UsageError(f"{folder} cannot be made: a file stands in its way; choose another output")
+    """The error for a folder whose name, or whose parent's, a file has."""
+    return UsageError(f"{folder}: cannot create it: a file with that name exists; choose another output")
 
 
 def check_own(folder: Folder) -> None:
@@ -254,7 +254,7 @@ class LocalOutput:
         has_work = parent.exists(self.partial.name) and self._journal.exists()
         if has_work and not (self._overwrite or self._resume):
             raise UsageError(
-                f"{self.partial} holds a conversion that was stopped. Go on from it with --resume, or start anew "
+                f"{self.partial} holds a conversion that was stopped. Continue it with --resume, or start again "
                 "with --overwrite."
             )
         written = {*self._plan.file_bytes, *self._job.output.extra_files}

@@ -7,12 +7,12 @@ Objects appear whole or not at all (multipart uploads), so each is uploaded to i
     __<r>_<n>.distcp ...  data; a rank has whole files, each thread streams one at a time. The version of each is
                           noted in .ckpt_tools-partial.<file>, for `--resume`
     .metadata             last: without it no loader takes the folder for a checkpoint
-    trackers              beside the folder; then the marker is deleted
+    trackers              next to the folder; then the marker is deleted
 
-A checkpoint that is replaced stays until the new one is whole, which is made in a folder beside it
+A checkpoint that is replaced stays until the new one is whole, which is made in a folder next to it
 (`.<name>.ckpt_tools-partial/`). Then the store itself copies that: the old `.metadata` is deleted first and the new
 one copied last, so that at no time a mix of old and new can be loaded. A process that is stopped meanwhile leaves the
-marker in the old place and all of the new one beside it: `--resume` goes on.
+marker in the old place and all of the new one next to it: `--resume` goes on.
 
 A store has no locks. Of two runs with one output the last to write the marker has it; the other finds a foreign token
 when it looks, before and after each file and before `.metadata`, and stops without touching anything. What it may
@@ -118,13 +118,13 @@ class Marker:
         if found.get("token") != self.token:
             raise UsageError(
                 f"{self._store.location} was taken by another converter ({found.get('owner', 'it has ended')}) while "
-                "this one wrote there. This one stops and leaves everything as it is; choose another output, or wait "
-                "for the other one."
+                "this one wrote there. This run stopped without changing anything. Choose another output, "
+                "or retry later."
             )
 
     def note(self, name: str) -> str | None:
         """Note which version of a file was uploaded, and return it. Raises as `check`."""
-        self.check()  # a note of a run that lost would vouch for a file of its own
+        self.check()  # a note of a run that lost would vouch for a file that it has written
         version = self._store.version(name)
         if version is not None:
             self._store.put(note_of(name), version.encode())
@@ -148,7 +148,7 @@ class Marker:
 
     def _not_ours(self) -> UsageError:
         return UsageError(
-            f"{self._store.where(MARKER)} was not written by this version. Start anew with --overwrite."
+            f"{self._store.where(MARKER)} was not written by this version. Start again with --overwrite."
         )
 
 
@@ -194,14 +194,14 @@ class Uploads:
     def run(
         self,
         stretches: Sequence[Stretch],
-        begun: Mapping[str, str | None],
+        started: Mapping[str, str | None],
         source: SourceReader,
         threads: int,
         memory: ThreadMemory,
         watch: Callable[[], None],
         progress: Progress,
     ) -> list[Counters]:
-        """Upload these stretches, those of files in `begun` as parts of its upload; see `WorkerThreads.run`."""
+        """Upload these stretches, those of files in `started` as parts of its upload; see `WorkerThreads.run`."""
         crew = WorkerThreads(source, threads, memory, sum(stretch.nbytes for stretch in stretches))
         left = iter(stretches)
 
@@ -212,12 +212,12 @@ class Uploads:
                 if stretch is None:
                     return
                 crew.check()
-                self._upload(pump, stretch, begun.get(stretch.file), memory)
+                self._upload(pump, stretch, started.get(stretch.file), memory)
 
         return crew.run(upload, watch, progress)
 
-    def _upload(self, pump: Pump, stretch: Stretch, begun: str | None, memory: ThreadMemory) -> None:
-        """Upload one stretch; begun anew when the store fails in a way that its driver cannot mend."""
+    def _upload(self, pump: Pump, stretch: Stretch, upload_id: str | None, memory: ThreadMemory) -> None:
+        """Upload one stretch; started again when the store fails in a way that its driver cannot mend."""
         name = stretch.file
         first, last = (
             bisect_left(self._entries[name], at, key=lambda one: one.offset) for at in stretch[1:3]
@@ -225,7 +225,7 @@ class Uploads:
         entries = self._entries[name][first:last]  # those that begin in it
         part_bytes = _part_bytes(stretch, memory)
         in_flight = max(1, min(IN_FLIGHT, memory.parts // part_bytes - 1))
-        place = None if begun is None else PartUpload(begun, stretch.first_part)
+        place = None if upload_id is None else PartUpload(upload_id, stretch.first_part)
 
         def upload(_timeout: float) -> list[Part]:
             self._marker.check()
@@ -245,9 +245,9 @@ class Uploads:
             return []
 
         parts = self._store.call(f"{self._store.where(name)}: writing", upload)
-        version = self._marker.note(name) if begun is None else None
+        version = self._marker.note(name) if upload_id is None else None
         with self._lock:
-            if begun is None:
+            if upload_id is None:
                 self.versions[name] = version
             else:
                 self.parts.setdefault(name, []).extend(parts)
@@ -310,7 +310,7 @@ def _part_bytes(stretch: Stretch, memory: ThreadMemory) -> int:
 
 
 def _entries_by_file(plan: Plan) -> dict[str, list[OutputItem | OutputBlob]]:
-    """What stands in each file, in order."""
+    """The entries of each file, in order."""
     by_file: dict[str, list[OutputItem | OutputBlob]] = {name: [] for name in plan.file_bytes}
     entries: list[OutputItem | OutputBlob] = [*plan.items, *plan.blobs]
     for entry in sorted(entries, key=lambda entry: entry.offset):
@@ -335,7 +335,7 @@ def _content(
     yield bytes(stretch.stop - at)
 
 
-_ASIDE = "aside:"  # before the token of a run that writes beside what it replaces
+_ASIDE = "aside:"  # before the token of a run that writes next to what it replaces
 _LEAVING = Retry(attempts=1, patience=5.0)  # a run that failed tidies up, but waits for nobody
 
 

@@ -6,7 +6,7 @@ A rank that was killed or stopped says nothing: the others end within 90 seconds
 processes of one machine (`team`) agree by the same steps, over pipes.
 
 Without a launcher's agent nobody reports a process that was killed or stopped. So every rank counts up a number at
-the store every two seconds from a thread of its own. Rank 0 watches all numbers, the others that of rank 0 and the
+the store every two seconds from a separate thread. Rank 0 watches all numbers, the others that of rank 0 and the
 store itself. Silence is counted in own beats and not by the clock: when a whole job is suspended and goes on, nobody
 has missed anything.
 

@@ -275,7 +275,7 @@ class WorkerRanks(SeveralRanks):
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process stands still until it is told to go on (SIGSTOP, Ctrl-Z, a debugger)."""
+    """Whether a process is stopped (SIGSTOP, Ctrl-Z, a debugger)."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     return False
@@ -290,7 +290,7 @@ Tick: TypeAlias = Callable[[int], None]
 """Told the bytes that were read since the last call; may raise to stop."""
 _Failed: TypeAlias = tuple[int, SerializedError]  # the number of a job, and what it has raised
 _BATCH_BYTES = 8 << 20  # taken at a time, at least: some milliseconds of reading
-_JOB_BYTES = 256 << 10  # as much as these takes what a job needs beside its bytes
+_JOB_BYTES = 256 << 10  # as much as these takes what a job needs besides its bytes
 _MOST_BATCHES = 1000  # their numbers fit one page, which is all that a pipe may have
 
 
@@ -313,7 +313,7 @@ def start_jobs(
 ) -> Iterator[Callable[[], list[Result]]]:
     """Give the block a function that returns `work` of every job, in the order of `jobs`; call it once.
 
-    The other processes have begun when the block does, so that it can do something else before. All take jobs from
+    The other processes have started when the block does, so that it can do something else before. All take jobs from
     one queue: who begins late, or is slow, takes fewer.
 
     Args:
@@ -321,7 +321,7 @@ def start_jobs(
             come from another process.
         sizes: the bytes that each job reads. Their sum decides the number of processes.
         workers: how many processes instead.
-        tick: told what all processes have read, by this one, as long as it takes jobs itself and at the end.
+        tick: called with what all processes have read, by this one, as long as it takes jobs itself and at the end.
         reads: what a job reads of stores, in order; None where no store is read.
     """
     with (
@@ -330,7 +330,7 @@ def start_jobs(
     ):
         ahead = options.thread_memory(reads_store=True).ahead if reads is not None else 0
 
-        def told(count: int) -> None:
+        def count_read(count: int) -> None:
             ranks.check()
             queue.add_read(ranks.rank, count)
             if ranks.rank == 0:
@@ -338,7 +338,7 @@ def start_jobs(
 
         def share() -> tuple[dict[int, Result], _Failed | None]:
             found, errors = _by_threads(
-                lambda job: work(job, told), jobs, queue.take, queue.empty, threads, reads, ahead
+                lambda job: work(job, count_read), jobs, queue.take, queue.empty, threads, reads, ahead
             )
             if not errors:
                 return found, None
@@ -386,7 +386,7 @@ class _Queue:
             yield from self._batches[int.from_bytes(number, "little")]
 
     def empty(self) -> None:
-        """Let nobody take any more; whoever has taken a job that stands before does it."""
+        """Let nobody take any more; a thread that has taken an earlier job still does it."""
         while os.read(self._pipe, 4096):
             pass
 
@@ -471,15 +471,15 @@ def _by_threads(
 ) -> tuple[dict[int, Result], dict[int, BaseException]]:
     """`work` of the jobs whose numbers threads take from `taken`, by number; and what some have raised.
 
-    `empty` is called when one has. Jobs are taken in order, so that all that stand before the first that fails are
+    `empty` is called when one has. Jobs are taken in order, so that all before the first that fails are
     done.
     """
     results: dict[int, Result] = {}
     errors: dict[int, BaseException] = {}
 
     def take() -> None:
-        told = reads or (lambda _: ())
-        with reading_ahead(taken(), lambda number: told(jobs[number]), ahead_bytes) as mine:
+        ranges = reads or (lambda _: ())
+        with reading_ahead(taken(), lambda number: ranges(jobs[number]), ahead_bytes) as mine:
             for number in mine:
                 if errors and number > min(errors):
                     return

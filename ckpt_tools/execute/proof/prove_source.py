@@ -66,14 +66,14 @@ def prove_rest(
         key_of: the tensor that an item holds, for messages.
         ahead_bytes: what each thread may hold of a store's files before it sums them.
     """
-    told = ranks.together(lambda: _told(proof))
+    shares = ranks.together(lambda: _serialize(proof))
     done = {
         Item(file, *rest): nbytes
-        for one in told
-        for file, rows in one["done"].items()
+        for share in shares
+        for file, rows in share["done"].items()
         for rest, nbytes in rows
     }
-    records = _joined(told, done.keys())
+    records = _joined(shares, done.keys())
     parts = _missing(records, buffer_bytes)
     bounds = neighbour_shares((part.stop - part.start for part in parts), ranks.world)
     mine = parts[bounds[ranks.rank] : bounds[ranks.rank + 1]]  # the shares in rank order are all parts
@@ -89,7 +89,7 @@ def prove_rest(
     if problems:
         many = f"{len(problems)} payloads are damaged:\n{list_problems(problems)}"
         raise CorruptCheckpointError(problems[0] if len(problems) == 1 else many, problems)
-    without = {(file, *rest) for one in told for file, rows in one["without"].items() for rest in rows}
+    without = {(file, *rest) for share in shares for file, rows in share["without"].items() for rest in rows}
     read_for_it = sum(part.stop - part.start for part in parts)
     return ProofReport(len(done), sum(done.values()), read_for_it, len(without))
 
@@ -117,8 +117,8 @@ def prove_payloads(files: Files, catalog: Catalog, wanted: Iterable[str], thread
     prove_rest(proof, files, keys.__getitem__, Ranks(), threads)
 
 
-def _told(proof: SourceProof) -> dict[str, Any]:
-    """What a rank tells the others, as JSON, file by file."""
+def _serialize(proof: SourceProof) -> dict[str, Any]:
+    """What a rank sends to the others, as JSON, file by file."""
     unfinished: dict[str, list[Any]] = {}
     for item, record in proof.open.items():
         row = [item[1:], *record.stored[1:], [tuple(piece) for piece in record.pieces]]
@@ -132,11 +132,11 @@ def _told(proof: SourceProof) -> dict[str, Any]:
     return {"unfinished": unfinished, "done": done, "without": without}
 
 
-def _joined(told: Sequence[Mapping[str, Any]], done: Iterable[Item]) -> _Records:
+def _joined(shares: Sequence[Mapping[str, Any]], done: Iterable[Item]) -> _Records:
     """The records that no rank has proven, in file order, with the pieces of all ranks."""
     records: _Records = {}
-    for one in told:
-        for file, rows in one["unfinished"].items():
+    for share in shares:
+        for file, rows in share["unfinished"].items():
             for rest, start, nbytes, crc32, pieces in rows:
                 stored = Stored(Item(file, *rest), start, nbytes, crc32)
                 _, known = records.setdefault(stored.item, (stored, Pieces(nbytes)))
