@@ -178,11 +178,12 @@ family: mine
 architecture: MineForCausalLM
 like: llama
 rules:
-  - core: decoder.layers.{l}.mlp.linear_fc1.weight
-    hf: model.blocks.{l}.ffn.up_and_gate.weight
-    layout: same
-    shape: [fc1, hidden]
-    when: [dense]
+  - when: [dense]
+    rules:
+      - core: decoder.layers.{l}.mlp.linear_fc1.weight
+        hf: model.blocks.{l}.ffn.up_and_gate.weight
+        layout: same
+        shape: [fc1, hidden]
   - core: decoder.layers.{l}.self_attention.core_attention.softmax_offset
     hf: ['model.layers.{l}.self_attn.sink']
     shape: [heads]
@@ -436,6 +437,9 @@ WRONG = [
     ("mtp: true", "mtp: true\nmtb: true", "unknown key; did you mean mtp? @ $.mtb", "mtb"),
     ("mtp: true", "mtp: yes please", "expected bool, found 'yes please' @ $.mtp", "mtp: yes"),
     ("mtp: true", "mtp: true\nmtp: false", "'mtp' stands twice in one mapping", "mtp: false"),
+    ("  - mlp\n", "  - {when: [dense], rules: [mlp], core: x}\n", "unknown key @ $.rules[1].core", "core: x"),
+    ("  - mlp\n", "  - {when: [dence], rules: [mlp]}\n", "'dence' is not one of the conditions; did you mean dense",
+     None),
     ("  - mlp\n", "  - mlpp\n", "'mlpp' is not one of the pieces of rules; did you mean mlp or mla_up?", "- mlpp"),
     ("  - dense\n", "  - dens\n", "'dens' is not one of the pieces of fields; did you mean dense?", "- dens"),
     ("  - dense\n", "  - xyz\n", "'xyz' is not one of the pieces of fields; known are width, heads", "- xyz"),
@@ -469,7 +473,7 @@ WRONG = [
     ("settings: [", "settings: [mtp_use_repeated_layer, ", "mtp_use_repeated_layer has one value", "settings:"),
     ("{num_experts: null,", "{low_rank: 3, num_experts: null,",
      "unknown setting; did you mean q_lora_rank or kv_lora_rank? @ $.needs[3].low_rank", "needs:"),
-    ("no_qk_norm,", "no_qk_norm, qk_norm,", "qk_layernorm is False already @ pieces.yaml $.needs.qk_norm[0]", None),
+    ("no_qk_norm,", "no_qk_norm, qk_norm,", "qk_layernorm is False already @ pieces.yaml $.needs.qk_norm", None),
     ("one_of: [soft, hard]", "one_of: soft", "one_of is a list of several values @ $.fixed[1].gate", "one_of: soft"),
     ("{gate:", "{low_rank: 3, gate:", "low_rank is a field of its own, and has one value: one of both", "fixed:"),
     ("mtp_num_layers, default: 0}", "mtp_num_layers, default: 0, form: fload}",
@@ -485,7 +489,7 @@ WRONG = [
     ("  - dense\n", "  - dense\n  - hiden_size: null\n",
      "this family has no such field to leave out; did you mean hidden_size?", "hiden_size"),
     ("low_rank: {setting: low_rank", "norm: {setting: qk_layernorm, default: true}\n    low_rank: {setting: low_rank",
-     "without norm in config.json it is True, and needs demands False @ pieces.yaml $.needs.no_qk_norm[0]", None),
+     "without norm in config.json it is True, and needs demands False @ pieces.yaml $.needs.no_qk_norm", None),
     ("weight, hf: 'mtp", "weight, hff: 'mtp",
      "unknown key; did you mean hf? @ $.copies[0].hff", "hff"),
     ("'mtp.{n}.head.weight'", "head.weight", "'head.weight' is to have {n}", "hf: head.weight"),

@@ -37,6 +37,7 @@ rules:
     plain: true               # a norm whose weight a class of 1 + weight takes as it is
     parts: {z: mamba_inner, x: mamba_inner}  # with {p} in `core`: parameters that are one tensor, with the names of
                               # their rows; `shape` has the other sizes, `layout` is one of JOINED (layouts.py)
+  - {when: [moe], rules: [moe_norm, router]}  # rules, those of pieces too, under one more condition
 mtp: true                     # decoder layers' rules go for the layer inside a prediction module too; `dense`: those
                               # of dense layers, whatever the last layer is
 settings: [index_topk]        # Megatron arguments beyond those of ModelArgs that `fields` carry

@@ -148,7 +148,7 @@ def fields_of_pieces() -> dict[str, list[Field]]:
     found: dict[str, list[Field]] = {}
     at, problems = pieces().top / "fields", Problems()
     for parts in pieces().data["fields"].values():
-        for part in parts:
+        for part in parts if isinstance(parts, list) else [parts]:
             for hf, said in part.items() if isinstance(part, Mapping) else ():
                 found.setdefault(hf, []).extend(_fields_of(hf, said, None, tuple(SETTINGS), at, problems))
     return found

@@ -27,7 +27,7 @@ Without rules no program is known that trains all of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
@@ -82,7 +82,7 @@ def vision_language(model_type: str) -> VisionLanguage:
         tuple(data.get("conditions", {})),
         frozenset(data.get("layers", {})),
     )
-    rules = read_rules(list(_items(data.get("rules", []))), words, source.top / "rules", problems)
+    rules = read_rules(data.get("rules", []), words, source.top / "rules", problems)
     if problems:
         raise CkptError(f"{FOLDER / model_type}.yaml:\n{list_problems(problems)}", problems)
     return VisionLanguage(
@@ -123,20 +123,6 @@ def _whole(source: RuleSource) -> dict[str, Any]:
     """What a file says, with what it takes over."""
     data: dict[str, Any] = source.data
     return data if "like" not in data else _whole(_source(data["like"])) | data
-
-
-def _items(said: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Rules, those of modules one by one."""
-    for item in said:
-        if "module" not in item:
-            yield item
-            continue
-        module, when = item["module"], item.get("when", [])
-        for leaf, shapes in item["tensors"].items():
-            inside = shapes.items() if isinstance(shapes, Mapping) else [("", shapes)]
-            for end, shape in inside:
-                name = f"{leaf}.{end}" if end else leaf
-                yield {"core": module["core"] + name, "hf": module["hf"] + name, "shape": shape, "when": when}
 
 
 def tower_pairs(
