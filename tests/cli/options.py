@@ -99,8 +99,8 @@ OPTIONS = {
         "--direct --json --report --quiet -q --trust-pickle --enable-msc"
     ),
     "copy": (
-        "--iteration --read-back --check-source --overwrite --resume --workers --threads --max-memory --fsync "
-        "--direct --json --quiet -q --trust-pickle --enable-msc --follow-links"
+        "--dry-run --iteration --read-back --check-source --overwrite --resume --workers --threads --max-memory "
+        "--fsync --direct --json --quiet -q --trust-pickle --enable-msc --follow-links"
     ),
     "average": (
         "--weights --ema --iteration --check-source --overwrite --resume --dry-run --workers --threads --max-memory "

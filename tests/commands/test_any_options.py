@@ -17,9 +17,9 @@ from unittest import mock
 import pytest
 import torch
 
-from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.convert.to_torch_dist import convert_to_torch_dist
+from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.commands.job.placements import Layout
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.move import stream

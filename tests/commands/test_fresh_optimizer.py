@@ -17,12 +17,12 @@ import torch
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.check.preflight import preflight
 from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
-from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.edit.strip import strip_checkpoint
+from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.errors import MappingError
-from ckpt_tools.execute.output.staging import Staging
+from ckpt_tools.execute.output.local_output import LocalOutput
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import schedule_of
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
@@ -405,7 +405,7 @@ def test_any_optimizer_is_replaced(damage: Callable[[Parts], None], tmp_path: Pa
 
 def test_a_disk_needs_no_room_for_zeros(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(Staging, "_check_space", lambda self, at, nbytes: asked.append(nbytes))
+    monkeypatch.setattr(LocalOutput, "_check_space", lambda self, at, nbytes: asked.append(nbytes))
     target = TargetOptions(weights_only=True, fresh_optimizer=True, vocab_size_padded=1 << 17, vocab_size=200)
     report = convert_to_fsdp_dtensor(str(RUN), str(tmp_path / "out"), ConvertOptions(target=target))
     assert report.written is not None and len(asked) == 2

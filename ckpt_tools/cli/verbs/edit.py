@@ -317,22 +317,27 @@ def _print_copies(done: CopyReport) -> None:
 
 
 def _print_copied(one: Copied) -> None:
-    was_there = one.written.was_there
-    render.tell(render.escape(f"{'compared' if was_there else 'copied'} {one.source} -> {one.output}"))
-    render.tell(
-        f"  {one.files:,} files, {human_bytes(one.nbytes)} in {one.written.seconds:.2f} s"
-        f"{', all of it there already: nothing was copied' if was_there else ''}"
-        f"{', read back and compared' if one.read_back else ''}"
-    )
-    if one.written.replaced:
-        render.tell(f"  replaced {one.written.replaced}")
-    if one.written.check_source == "none":
-        render.tell(
-            "  no payload was compared with the checksum that its writer stored (--check-source none)"
-        )
+    written = one.written
+    done = "would copy" if written is None else "compared" if written.was_there else "copied"
+    render.tell(render.escape(f"{done} {one.source} -> {one.output}"))
+    size = f"  {one.files:,} files, {human_bytes(one.nbytes)}"
+    if written is None:
+        render.tell(size)
     else:
-        without = f"; {one.without_checksum:,} carry none" if one.without_checksum else ""
-        render.tell(f"  {one.proven:,} payloads have the checksum that their writer stored{without}")
+        render.tell(
+            f"{size} in {written.seconds:.2f} s"
+            f"{', all of it there already: nothing was copied' if written.was_there else ''}"
+            f"{', read back and compared' if one.read_back else ''}"
+        )
+        if written.replaced:
+            render.tell(f"  replaced {written.replaced}")
+        if written.check_source == "none":
+            render.tell(
+                "  no payload was compared with the checksum that its writer stored (--check-source none)"
+            )
+        else:
+            without = f"; {one.without_checksum:,} carry none" if one.without_checksum else ""
+            render.tell(f"  {one.proven:,} payloads have the checksum that their writer stored{without}")
     if one.left_out:
         listed = ", ".join(map(render.escape, one.left_out[:5]))
         more = f", and {len(one.left_out) - 5:,} more" if len(one.left_out) > 5 else ""
@@ -383,7 +388,9 @@ COMMANDS = {
     "average": with_options(average, _EDITING, _AVERAGE),
     "repair": with_options(repair, _EDITING),
     "copy": with_options(
-        copy, READING | REWRITING | {"resume", "workers", "threads", "memory_bytes", "fsync", "direct"}, _COPY
+        copy,
+        READING | REWRITING | {"resume", "dry_run", "workers", "threads", "memory_bytes", "fsync", "direct"},
+        _COPY,
     ),
     "merge-adapter": with_options(merge_adapter, RUNNING | READING | {"ignore_keys", "alpha"}),
 }
