@@ -1,9 +1,9 @@
-"""From a `Model` to the `Target` of its `fsdp_dtensor` checkpoint: all decisions, no bytes."""
+"""To the `Target` of an `fsdp_dtensor` checkpoint, from a `Model` or from one of another topology: all decisions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -13,10 +13,16 @@ from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.fsdp_dtensor.parameters import (
     GatingChoice,
     LiveParameter,
+    StoredParameter,
+    fused_rows,
     live_parameters,
     mark_gated,
+    packed_projections,
+    stored_parameters,
 )
+from ckpt_tools.megatron.fsdp_dtensor.read import FsdpSource
 from ckpt_tools.megatron.fsdp_dtensor.tensors import (
+    Path,
     Prefixes,
     backfill_groups,
     group_objects,
@@ -30,7 +36,7 @@ from ckpt_tools.megatron.fsdp_dtensor.tensors import (
     step_tensors,
 )
 from ckpt_tools.megatron.hybrid import is_hybrid
-from ckpt_tools.megatron.keys import EXPERTS
+from ckpt_tools.megatron.keys import EXPERTS, STEP, parameter_of, rng_key, role_of
 from ckpt_tools.megatron.names import (
     BRIDGE,
     DIALECTS,
@@ -49,10 +55,12 @@ from ckpt_tools.megatron.torch_dist.optimizers import (
 )
 from ckpt_tools.megatron.torch_dist.stacking import layer_counts
 from ckpt_tools.megatron.vocab import VocabChange, Vocabulary, resize_vocab, told_tokens, vocabulary
+from ckpt_tools.model.catalog import Catalog, Item, concat
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.model import Model, unread_note
 from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTensor
+from ckpt_tools.model.views import Source
 
 NOT_LOADED = "Megatron-FSDP resumes from Adam's exp_avg and exp_avg_sq only"
 _CARRIED = ("checkpoint_version", "iteration", "num_floating_point_operations_so_far")
@@ -417,3 +425,105 @@ def _renamed(parameters: Sequence[LiveParameter]) -> tuple[str, ...]:
         for stored in p.stored
         if stored.name != p.name or p.gated
     )
+
+
+# ---- the same checkpoint for another topology: nothing is computed
+
+
+@dataclass(frozen=True, slots=True)
+class Relayout:
+    """The target, and for each of its objects the stored archive that is carried over byte for byte."""
+
+    target: Target
+    archives: tuple[tuple[str, Item], ...]
+
+
+def build_relayout(source: FsdpSource, wanted: Size | None) -> Relayout:
+    """Everything that `source` holds, for a job of `wanted` tensor-parallel ranks (None: as many as it is for).
+
+    Two things depend on their number: the rows of fused projections (gated delta nets, Mamba) are grouped by rank,
+    and each rank has rng states of its own.
+    """
+    catalog = source.catalog
+    writer = None if source.tp is None else source.tp.ranks
+    tp = writer if wanted is None else wanted.ranks
+    regrouped = {} if tp is None or tp == writer else dict(_regrouped(source, writer, tp))
+    tensors: list[TargetTensor] = []
+    objects: list[TargetObject] = []
+    archives: list[tuple[str, Item]] = []
+    for old, key, path in _keys(catalog, tp, writer):
+        if old in catalog.objects:
+            objects.append(TargetObject(key, None, path))
+            archives.append((key, catalog.objects[old].item))
+            continue
+        entry = catalog.tensors[old]
+        of = parameter_of(old)
+        tensors.append(
+            TargetTensor(
+                key,
+                entry.dtype,
+                entry.shape,
+                regrouped.get(old, (Source(old),)),
+                path,
+                parameter=of.name if of and of.kind != STEP else "",
+                role=role_of(old),
+            )
+        )
+    target = Target(
+        tuple(tensors),
+        objects=tuple(objects),
+        dropped=source.ignored,
+        notes=tuple(_notes(regrouped, writer, tp)),
+    )
+    return Relayout(target, tuple(archives))
+
+
+def _keys(catalog: Catalog, tp: int | None, writer: int | None) -> Iterator[tuple[str, str, Path]]:
+    """(stored key, key in the target, its planner path); rng states for `tp` ranks, the last rank's repeated."""
+    for old in (*catalog.objects, *catalog.tensors):
+        path = tuple(catalog.planner_paths.get(old, (old,)))
+        found = rng_key(old)
+        if found is None or writer is None or tp is None or tp == writer:
+            yield old, old, path
+            continue
+        rank = found.tp
+        for t in range(rank, tp) if rank == writer - 1 else [rank] if rank < tp else []:
+            name = f"({found.pp}, {t})"
+            middle = tuple(name if step == f"({found.pp}, {rank})" else step for step in path)
+            yield old, f"rng_state.{name}.{found.rest}", middle
+
+
+def _regrouped(source: FsdpSource, writer: int | None, tp: int) -> Iterator[tuple[str, tuple[Source, ...]]]:
+    """(stored key, sources) of the fused projections whose rows are grouped by tensor-parallel rank."""
+    packed = packed_projections(tensor.name for tensor in source.tensors)
+    if not packed:
+        return
+    if writer is None:
+        raise UsageError(
+            f"{packed[0]}: its rows cannot be regrouped for tensor parallel size {tp}, as the size they "
+            "are for is unknown: the checkpoint holds no rng states and no record of a conversion. Lay out the "
+            "torch_dist checkpoint that this one was made from instead"
+        )
+    parts: dict[str, list[StoredParameter]] = {}
+    for part in stored_parameters(source.tensors, writer, None):
+        if part.cuts and "_down_proj." not in part.name:  # every rank has all of MLA's down-projection
+            parts.setdefault(part.tensor.name, []).append(part)
+    for name, of_tensor in parts.items():
+        runs = fused_rows(name, {part.name: part.shape[0] for part in of_tensor}, tp)
+        for kind, whole in of_tensor[0].tensor.values.items():
+            values = {part.name: part.value(kind) for part in of_tensor}
+            rows = [values[run.part].rows(run.start, run.count) for run in runs]
+            yield whole.sources[0].key, concat(name, rows).sources
+
+
+def _notes(regrouped: Mapping[str, object], writer: int | None, tp: int | None) -> Iterator[str]:
+    if regrouped:
+        yield f"{len(regrouped)} tensors of fused projections regrouped from tensor parallel size {writer} to {tp}"
+    if writer is not None and tp is not None and tp > writer:
+        yield f"rng of tensor-parallel {_ranks(writer, tp)}: copied from rank {writer - 1}"
+    if writer is not None and tp is not None and tp < writer:
+        yield f"rng of tensor-parallel {_ranks(tp, writer)}: dropped, the target has no such ranks"
+
+
+def _ranks(first: int, stop: int) -> str:
+    return f"rank {first}" if stop == first + 1 else f"ranks {first} to {stop - 1}"

@@ -31,7 +31,7 @@ from ckpt_tools.megatron.keys import (
 from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, MTP_DISK, MTP_LIVE
 from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.megatron.run_state.record import RECORD_FILE, read_record, stored_tp
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import model_space_states
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import model_space_states
 from ckpt_tools.megatron.torch_dist.optimizers import Expected, expected_states, mixes_lion_and_adam
 from ckpt_tools.megatron.torch_dist.stacking import layer_counts, missing_layers
 from ckpt_tools.model.catalog import Catalog

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, raise_if
 from ckpt_tools.megatron.keys import bucket_key, canonical_kind, is_optimizer_key, split_projection
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import are_remainders, refuse_encoded
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import are_remainders, refuse_encoded
 from ckpt_tools.megatron.torch_dist.stacking import slices_of
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog, Chunk, TensorEntry

@@ -25,16 +25,14 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import (
     flatten,
     weight_pieces,
 )
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import (
-    model_space_states,
-    order_kinds,
-    refuse_encoded,
-)
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.remainders import joined_masters
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import (
     OptimizerStates,
     StateTensor,
+    model_space_states,
     optimizer_layout,
+    order_kinds,
+    refuse_encoded,
 )
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import Catalog, Chunk, Item, TensorEntry
