@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tools.commands.edit.copy import CopyOptions, copy_checkpoint
+from ckpt_tools import CopyOptions, copy_checkpoint
 from ckpt_tools.errors import StorageError, UnsupportedCheckpointError
 from ckpt_tools.execute.output import remote_output
 from ckpt_tools.execute.run import Output, write_checkpoint

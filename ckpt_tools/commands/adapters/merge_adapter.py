@@ -183,7 +183,7 @@ _MERGED = ("LoRA", "CanonicalLoRA", "VLMLoRA")  # classes of Bridge's `peft` sec
 
 @dataclass(frozen=True, slots=True)
 class AdapterSource:
-    """An adapter with its scale, `whole` weights that were trained beside it, and all their tensors' entries."""
+    """An adapter with its scale, `whole` weights that were trained with it, and all their tensors' entries."""
 
     path: str
     adapters: tuple[Adapter, ...]
@@ -271,7 +271,7 @@ def read_adapter_source(
             f"{location.path} holds no low-rank adapter (no `.adapter.` keys){otherwise}"
         )
     how = _settings(adapter, base)
-    told, told_by = _alpha(how, alpha, location.path)
+    value, told_by = _alpha(how, alpha, location.path)
     joined = _joined(adapter, tensors, is_wrapped)
     adapters = read_adapters(joined, how)
     wrong = [f"{one.label}: rank {one.rank}" for one in adapters if how.dim not in (None, one.rank)]
@@ -285,7 +285,7 @@ def read_adapter_source(
         for key, entry in joined.others.items()
         if not is_wrapped
     }
-    return AdapterSource(location.path, tuple(adapters), told, told_by, entries, whole, is_wrapped)
+    return AdapterSource(location.path, tuple(adapters), value, told_by, entries, whole, is_wrapped)
 
 
 def _joined(adapter: Opened, tensors: AdapterTensors, is_wrapped: bool) -> AdapterTensors:

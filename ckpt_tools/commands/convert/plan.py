@@ -1,4 +1,4 @@
-"""`plan`: what a conversion would do and what its result costs, told from metadata; no tensor byte is moved."""
+"""`plan`: what a conversion would do and what its result costs, computed from metadata; no tensor byte is moved."""
 
 from __future__ import annotations
 
@@ -209,7 +209,6 @@ def plan_checkpoint(
         del prepared  # its model is large, and not asked again
         placed = None if layout.name == "even" else core
         plan = lay_out(catalog, target, placed, archives, layout, rank, keep_order)
-    assert target_job is not None  # what is laid out for a job names it
     return Priced(
         source,
         opened.location,

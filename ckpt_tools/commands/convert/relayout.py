@@ -1,4 +1,4 @@
-"""What has its keys already, laid out for another training job: `fsdp_dtensor`, a plain PyTorch state dict; and the
+"""What has its keys already, re-sharded for another training job: `fsdp_dtensor`, a plain PyTorch state dict; and the
 weights of a Hugging Face model as one.
 
 torch's `fully_shard` cuts every parameter on its own along dimension 0, and its states with it. Megatron-FSDP cuts
@@ -139,14 +139,14 @@ def need_job(location: Location, options: ConvertOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Plain:
-    """The target tensors, and what the sharding room is told of them."""
+    """The target tensors, and what the sharding room needs of them."""
 
     tensors: tuple[TargetTensor, ...]
     live: tuple[LiveTensor, ...]
 
 
 def prepare_plain(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared:
-    """The state dict for a job of `layout`: every key as it is, whoever the model is."""
+    """The state dict for a job of `layout`: every key unchanged, for any model."""
     _refuse_plain_changes(opened.location, options, layout)
     catalog, left_out = leave_out(opened.catalog, options.ignore_keys)
     found = read_state_dict(catalog)

@@ -41,7 +41,7 @@ def convert_to_dcp(
     """Convert the checkpoint at `source` to a plain PyTorch state dict at `output`; called on every rank.
 
     Megatron checkpoints get the keys of `megatron.dcp.write`, Hugging Face models ``model.<their name>``. A source
-    that is a plain state dict already keeps its keys and is laid out anew.
+    that is a plain state dict already keeps its keys and is re-sharded.
 
     Raises the errors of `convert_to_fsdp_dtensor`.
     """
@@ -60,7 +60,7 @@ def plan_dcp(opened: Opened, options: ConvertOptions, world: int) -> Conversion:
 
 
 def _architecture(opened: Opened) -> str | None:
-    """What a Hugging Face model calls itself, where its settings lie beside it."""
+    """What a Hugging Face model calls itself, if it has a config.json."""
     if opened.location.kind != "safetensors" or not opened.files.exists(CONFIG):
         return None
     return architecture_of(read_config(opened.location.path))

@@ -1,4 +1,4 @@
-"""WRITE `fsdp_dtensor`: a model for a job of Megatron-FSDP, and a checkpoint of the format itself laid out anew."""
+"""WRITE `fsdp_dtensor`: a model for a job of Megatron-FSDP, and a checkpoint of the format itself re-sharded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ckpt_tools.commands.convert.fresh_optimizer import begun_at, weights_for_masters, with_run_state
+from ckpt_tools.commands.convert.fresh_optimizer import started_at, weights_for_masters, with_run_state
 from ckpt_tools.commands.convert.relayout import (
     need_job,
     need_other_job,
@@ -75,7 +75,7 @@ def convert_to_fsdp_dtensor(
 ) -> ConversionReport:
     """Convert the `torch_dist` checkpoint at `source` and publish it at `output`; called on every rank.
 
-    A source that is `fsdp_dtensor` already is laid out anew (see `relayout.py`).
+    A source that is `fsdp_dtensor` already is re-sharded (see `relayout.py`).
 
     Raises:
         UsageError: options that contradict each other, or an output that cannot be taken.
@@ -98,7 +98,7 @@ def plan_fsdp_dtensor(opened: Opened, options: ConvertOptions, world: int) -> Co
         layout = plain_layout(layout)
     prepared = prepare_output(opened, options, layout)
     return prepared.planned(
-        layout, begun_at(opened.location, options.target).iteration, options.check_masters
+        layout, started_at(opened.location, options.target).iteration, options.check_masters
     )
 
 
@@ -194,9 +194,9 @@ def prepare_model(
 
 
 def _bridge_files(built: FsdpTarget, model: Model, files: Files, begins: bool) -> dict[str, bytes]:
-    """For Bridge the files that it reads beside the tensors.
+    """For Bridge the files that it reads next to the tensors.
 
-    A Bridge source's own are taken over; progress is made up from the args of a Megatron-LM source, and of a job that
+    A Bridge source's own are copied; progress is made from the args of a Megatron-LM source, and of a job that
     `begins`.
     """
     if built.dialect.name != "bridge":
@@ -226,7 +226,7 @@ def membership_map(built: FsdpTarget) -> Mapping[str, int]:
 
 
 def _place(source: str, location: Location, output: str, options: ConvertOptions) -> Output:
-    return like_to_like(source, begun_at(location, options.target), output, options)
+    return like_to_like(source, started_at(location, options.target), output, options)
 
 
 TO_FSDP_DTENSOR = Writer(open=open_source, place=_place, plan=plan_fsdp_dtensor, imported_as="fsdp_dtensor")
@@ -272,7 +272,7 @@ def build_group_map(
 
 
 def load_group_map(path: Path) -> dict[str, int]:
-    """A map file as it stands: parameter names to group ids, checked only for its form."""
+    """A map file: parameter names to group ids, checked only for its form."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)

@@ -90,8 +90,10 @@ def plan_torch_dist(opened: Opened, options: ToTorchDistOptions, world: int) -> 
 def _read_source(opened: Opened, options: ToTorchDistOptions) -> Model:
     """The model in a checkpoint of either kind."""
     kind, target = opened.location.kind, options.target
-    if target.tp is not None:
-        _refuse_tp(opened, target.tp)
+    if target.tp is not None and (
+        kind == "torch_dist" or not packed_projections(opened.catalog.tensors)
+    ):  # nothing in the source is arranged for one tensor-parallel size
+        raise UsageError(f"--tp {target.tp}: {NO_SIZE}")
     optimizer: Extent = "none" if target.weights_only else "whole"
     if target.weights_only and target.dtype not in (None, training_dtype(opened.common)):
         optimizer = "masters"
@@ -108,14 +110,8 @@ def _read_source(opened: Opened, options: ToTorchDistOptions) -> Model:
     return model
 
 
-def _refuse_tp(opened: Opened, tp: int) -> None:
-    """Raise UsageError if nothing in the source is arranged for one tensor-parallel size."""
-    if opened.location.kind == "torch_dist" or not packed_projections(opened.catalog.tensors):
-        raise UsageError(f"--tp {tp}: {NO_SIZE}")
-
-
 def _refuse_same(location: Location, model: Model, options: ToTorchDistOptions) -> None:
-    """Raise UsageError if a `torch_dist` checkpoint would be written as it is."""
+    """Raise UsageError if a `torch_dist` checkpoint would be written unchanged."""
     known = None if model.record is None else model.record.target
     wanted = replace(options.target, dialect=None) if options.target.dialect == known else options.target
     is_plain = model.optimizer_layout in (None, "fully_reshardable") and not any(

@@ -2,7 +2,7 @@
 
 Files keep their names and bytes. Every payload is proven against the checksum that its writer stored while it is
 copied; the copy appears whole or not at all, and a copy that was stopped goes on. Whatever the format, what a folder
-holds beside its tensors comes along; folders inside of it do not, and are named.
+holds besides its tensors is copied; folders inside of it do not, and are named.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.target import Target
 from ckpt_tools.plan.build import RawFile, Run, build_copy_plan
 
+_TENSORS = (".distcp", ".safetensors")  # files that hold them
 _SMALL_BYTES = 1 << 20  # files up to this length are held in memory
 _PROVEN_WHOLE = 64 << 10  # archives up to this length are proven when they are planned
 _AHEAD_BYTES = 8 << 20  # of archives' frames in a store that are on their way
@@ -147,7 +148,7 @@ def copy_checkpoint(
 def _copy(source: str, output: str, options: CopyOptions, progress: Progress | None) -> Copied:
     with open_checkpoint(source, options.iteration, options.trust_pickle, with_common=False) as opened:
         location, files, catalog = opened.location, opened.files, opened.catalog
-        with suppress(CkptError):  # a state that cannot be read is copied as it is
+        with suppress(CkptError):  # a state that cannot be read is copied unchanged
             warn_of_iteration(location, read_common_state(files, catalog, options.trust_pickle))
         place = like_to_like(source, location, output, options)
         _refuse_inner(location, catalog)
@@ -158,7 +159,7 @@ def _copy(source: str, output: str, options: CopyOptions, progress: Progress | N
         sizes |= {
             name: files.size(name) for name in _named_by(catalog) - sizes.keys()
         }  # an error: it is absent
-        big = {name: n for name, n in sizes.items() if n and (n > _SMALL_BYTES or _holds_tensors(name))}
+        big = {name: n for name, n in sizes.items() if n and (n > _SMALL_BYTES or name.endswith(_TENSORS))}
         big.pop(METADATA, None)
         runs, proven_whole = _runs(files, catalog, big, options.write.check_source != "none")
         made = Conversion(
@@ -204,10 +205,6 @@ def _named_by(catalog: Catalog) -> set[str]:
     """The files that a catalog's items lie in."""
     tensors = {chunk.item.file for entry in catalog.tensors.values() for chunk in entry.chunks}
     return tensors | {entry.item.file for entry in catalog.objects.values()}
-
-
-def _holds_tensors(name: str) -> bool:
-    return name.endswith((".distcp", ".safetensors"))
 
 
 def _small_files(files: Files, names: Iterable[str]) -> dict[str, bytes]:

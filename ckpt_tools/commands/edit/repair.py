@@ -1,4 +1,4 @@
-"""`repair`: a copy of an `fsdp_dtensor` checkpoint with what stands under a wrong key put right, where it is proven.
+"""`repair`: a copy of an `fsdp_dtensor` checkpoint with wrong keys corrected, where the checkpoint proves how.
 
 The rest stays, byte for byte and chunk by chunk. Weights and masters keep their values.
 
@@ -50,7 +50,7 @@ class Repaired:
     source: str
     output: str
     changes: tuple[Change, ...]
-    left_out: tuple[str, ...]  # a line for each thing beside the source's tensors that stays behind
+    left_out: tuple[str, ...]  # a line for each of the source's other files that is not copied
     report: ConversionReport | None  # None: there is nothing to repair
 
 
@@ -60,7 +60,7 @@ def repair_checkpoint(
     options: EditOptions | None = None,
     progress: Progress | None = None,
 ) -> Repaired:
-    """Write what the checkpoint at `source` was meant to be to `output`; `source` stays as it is.
+    """Write what the checkpoint at `source` was meant to be to `output`; `source` is not changed.
 
     Where nothing is to be repaired, nothing is written and the report has no changes.
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tools.commands.convert.fresh_optimizer import begun_at, plan_fresh
+from ckpt_tools.commands.convert.fresh_optimizer import plan_fresh, started_at
 from ckpt_tools.commands.convert.relayout import masters_beside_weights
 from ckpt_tools.commands.convert.version_2 import is_version_2
 from ckpt_tools.commands.job.conversion import (
@@ -59,7 +59,7 @@ def strip_checkpoint(
     """Write the weights of the checkpoint at `source` to `output`, in its format.
 
     `dtype` casts the weights of an `fsdp_dtensor` checkpoint, which are fp32 masters; buffers keep their type.
-    `fresh` gives it an optimizer that has not begun, with these settings, or those that the source tells.
+    `fresh` gives it a fresh optimizer with these settings, else with the source's.
     `check_masters`: how much of the masters that are left out must be shown to round to the weights.
 
     Raises:
@@ -80,7 +80,7 @@ def strip_checkpoint(
     settings = replace(fresh, fresh_optimizer=True, weights_only=True)
 
     def place(source: str, location: Location, output: str, options: EditOptions) -> Output:
-        return like_to_like(source, begun_at(location, settings), output, options)
+        return like_to_like(source, started_at(location, settings), output, options)
 
     def plan(opened: Opened) -> Conversion:
         _check_request(opened, dtype, settings)
@@ -107,7 +107,7 @@ def _plan(opened: Opened, dtype: str | None, check_masters: CheckLevel, write: W
         target,
         ((o.key, _archive(opened, o.key, common)) for o in target.objects),
         Edits(removed=tuple(removed), cast=tuple(t.key for t in target.tensors if t.dtype != types[t.key])),
-        companions=_common_file(opened, common),
+        companions={COMMON_FILE: dump_archive(dict(common))} if opened.common.source == "common.pt" else {},
         masters=_use_of_masters(opened),
     )
     if made.masters == "left_out" and check_masters != "none":
@@ -224,7 +224,3 @@ def _archive(opened: Opened, key: str, common: Mapping[str, Any]) -> bytes:
     if key == COMMON_OBJECT and opened.common.source == "common_state":
         return dump_archive([dict(common)])
     return read_archive(opened.files, opened.catalog.objects[key].item)
-
-
-def _common_file(opened: Opened, common: Mapping[str, Any]) -> dict[str, bytes]:
-    return {COMMON_FILE: dump_archive(dict(common))} if opened.common.source == "common.pt" else {}

@@ -145,7 +145,7 @@ def _specs(source: ExportSource) -> dict[str, Spec]:
 
 
 def _export(source: ExportSource, request: ExportRequest, reference: Mapping[str, Any] | None) -> Exported:
-    """The tensors of a language model, as one of its own. Raises as `export_targets`."""
+    """The tensors of a language model, as a separate model. Raises as `export_targets`."""
     options, whole, present = request.options, request.whole, request.present
     families = families_with(options.rules, reference)
     if whole is not None:
@@ -237,7 +237,7 @@ def _as_asked(made: ExportTensors, options: ExportOptions) -> ExportTensors:
 
 
 def _open(source: str, options: ExportOptions) -> Opened:
-    """The checkpoint, and beside its files those of the whole model that it becomes a part of."""
+    """The checkpoint; its files include those of the whole model that it becomes a part of."""
     if options.tower is None:
         return open_source(source, options)
     check_tower(options.tower)

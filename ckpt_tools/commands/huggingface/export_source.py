@@ -85,8 +85,8 @@ _WIDE = ("float32", "float64")  # what an fp32 master says more to than the weig
 class ExportSource:
     """Parameters under their `torch_dist` names, layers and experts one by one, and the settings they go with.
 
-    In a model of several parts these are the names of its language model as one of its own; `beside` are the
-    parameters of the other parts, under names of their own (None: there are no other parts). `types` has the running
+    In a model of several parts these are the names of its language model as a separate model; `beside` are the
+    parameters of the other parts, under their names (None: there are no other parts). `types` has the running
     model's type of parameters whose values are fp32 masters; others keep what is stored. `must_round` are the masters
     among the values, with the stored weights that they must round to.
     """
@@ -137,7 +137,7 @@ def imported_source(model: Model) -> ExportSource:
 
 
 def _parts_apart(source: ExportSource) -> ExportSource:
-    """The language model of a model of several parts under the names of a model of its own."""
+    """The language model of a model of several parts under the names of a separate model."""
     prefix = language_prefix(source.bases)
     if not prefix:
         return source
@@ -203,7 +203,7 @@ def check_tower(name: str | None) -> None:
 def tower_alone(
     catalog: Catalog, specs: Mapping[str, Spec], config: Mapping[str, Any]
 ) -> tuple[Catalog, dict[str, Spec], Tower]:
-    """The language model's tensors under the names of a model of its own.
+    """The language model's tensors under the names of a separate model.
 
     The catalog keeps the others too: scales are read by the names they are stored under.
     """
@@ -276,7 +276,7 @@ def reference_of(
 
     Args:
         folder: with the config.json that is known of it; None: the one that the checkpoint records, if it does.
-        alone: the language model is to be one of its own.
+        alone: the language model is written as a separate model.
         whole: the model that it is compared with, where it is.
     """
     if whole is not None:
@@ -311,7 +311,7 @@ def _what_it_is(source: ExportSource) -> str:
 
 
 def _of_its_own(config: Mapping[str, Any], tied: bool) -> dict[str, Any]:
-    """config.json of the language model as a model of its own; one of such a model as it is."""
+    """config.json of the language model as a separate model; that of such a model unchanged."""
     if config.get(TYPE) not in vision_language_types():
         return dict(config)
     family = FAMILIES[vision_language(str(config[TYPE])).alone]

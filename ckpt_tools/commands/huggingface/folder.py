@@ -125,7 +125,7 @@ def unread_notes(files: Files) -> tuple[str, ...]:
 
 
 class Assets(NamedTuple):
-    """Files to write beside a model, and the names of those that are left where they are."""
+    """Files to write next to a model, and the names of those that are not copied."""
 
     files: dict[str, bytes]
     left: tuple[str, ...]
@@ -160,12 +160,12 @@ def documents_of(names: Iterable[str]) -> list[str]:
 
 
 def _names_code(name: str, data: bytes) -> bool:
-    """Whether settings say that a class is in a file beside them (`trust_remote_code`)."""
+    """Whether settings say that a class is in a file of the folder (`trust_remote_code`)."""
     if not name.endswith("_config.json"):
         return False
     try:
         return "auto_map" in parse_json(data)
-    except (DocumentError, TypeError):  # carried as it is; whoever loads it will say
+    except (DocumentError, TypeError):  # copied unchanged; the program that loads it reports it
         return False
 
 
@@ -206,7 +206,7 @@ class Shard:
 
 
 def pack_shards(sizes: Iterable[tuple[str, int]], max_bytes: int = DEFAULT_SHARD_SIZE) -> list[Shard]:
-    """Tensors (name, bytes) in order, in files of at most `max_bytes` of data; a larger tensor stands alone.
+    """Tensors (name, bytes) in order, in files of at most `max_bytes` of data; a larger tensor gets its own file.
 
     The rule is huggingface_hub's `split_state_dict_into_shards_factory`; so are the file names.
     """

@@ -264,7 +264,7 @@ def _with_offsets(files: Files, catalog: Catalog, imported: Imported) -> tuple[C
 
 
 def common_state(imported: Imported, options: ImportOptions, source: str) -> CommonState:
-    """The common state of a run that has not begun: its arguments, as Megatron-LM pickles them."""
+    """The common state of a run before its first step: its arguments, as Megatron-LM pickles them."""
     args = dict(imported.args)
     args |= {
         "params_dtype": TorchDtype(args["params_dtype"]),

@@ -56,7 +56,7 @@ def is_plain(opened: Opened) -> bool:
     kinds = (
         "dcp",
         "fsdp_dtensor",
-    )  # whoever saves a wrapped module himself may have keys as Megatron-FSDP has
+    )  # a program that saves a wrapped module may have keys like Megatron-FSDP's
     return opened.location.kind in kinds and not is_megatron(read_state_dict(opened.catalog))
 
 
@@ -115,7 +115,7 @@ def _refuse_meaningless(options: ExportOptions) -> None:
 def expected_model(
     catalog: Catalog, config: Mapping[str, Any], rules: Path | None, hf_config: str
 ) -> Expected:
-    """What the model has: by the rules of its architecture; without such, by the weights beside the config.json."""
+    """What the model has: by the rules of its architecture; without such, by the weights next to the config.json."""
     families = families_with(rules, config)
     plain = {name: value for name, value in config.items() if name != SETTINGS}
     try:
@@ -163,7 +163,7 @@ def _not_that_model(
 
 
 def _target(name: str, entry: TensorEntry, expected: Expected, dtype: str | None) -> TargetTensor:
-    """The tensor as it is stored, or cast; what is not floating point (or FP8) keeps its type."""
+    """The stored tensor, or its cast; what is not floating point (or FP8) keeps its type."""
     written = entry.dtype
     if dtype is not None and entry.dtype in CASTABLE:
         written = expected.types.get(name, dtype)

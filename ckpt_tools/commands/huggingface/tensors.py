@@ -109,8 +109,8 @@ def shifted_norms(
 ) -> tuple[dict[str, bytes], list[str]]:
     """The bytes of the norms that a number of `offsets` is added to, and what rounding did to their elements.
 
-    The sum is made in float32 and rounded once, to the tensor's type. An element is changed if it cannot be told from
-    the result.
+    The sum is made in float32 and rounded once, to the tensor's type. An element is changed
+    if the result does not give it back.
     """
     data, changed, elements = dict[str, bytes](), dict[str, int](), 0
     for tensor in tensors:

@@ -1,6 +1,6 @@
 """One conversion, whatever it makes: planned as data, rehearsed, proven, carried out and reported.
 
-`convert` is `WRITE(READ(opened, options), options)`: READ stands in `read_model`, one entry a format that is read; a
+`convert` is `WRITE(READ(opened, options), options)`: READ is in `read_model`, one entry a format that is read; a
 `Writer` makes a `Conversion` of what was read, one a format that is written. `plan` and `load_dtensors` take the same
 `Conversion` before anybody has said who holds which pieces, and ask the sharding room for themselves.
 """
@@ -105,10 +105,10 @@ class Contents:
     """What is written and what of, what must be proven first, and what is said of it."""
 
     to: Format
-    loader: str | None  # None: whoever loads the source
+    loader: str | None  # None: the program that loads the source
     catalog: Catalog  # the source's, with tensors added that stand inside its objects
     target: Target
-    extra_files: Mapping[str, bytes] = field(default_factory=dict)  # beside the tensors
+    extra_files: Mapping[str, bytes] = field(default_factory=dict)  # next to the tensors
     beside: Mapping[str, bytes] = field(default_factory=dict)  # in the run's root, where the output has one
     job: TargetJob | None = None
     optimizer_layout: str | None = None  # of the source
@@ -124,6 +124,7 @@ class Contents:
 class Prepared(Contents):
     """A conversion of which it is not said yet who holds which pieces."""
 
+    job: TargetJob
     live_model: Callable[[], LiveModel]  # as the job that loads it has it; a job's placement is asked of it
     archives: Callable[[], Iterable[tuple[str, bytes]]]  # of the target's objects
     keep_order: bool = False  # the target's, in the metadata: an optimizer may number parameters by it
@@ -134,7 +135,7 @@ class Prepared(Contents):
     ) -> Conversion:
         """The conversion for the ranks of `layout`."""
         again = self.without_masters
-        tp = self.job.record.tp if self.job is not None and layout.topology is None else None
+        tp = self.job.record.tp if layout.topology is None else None
         if self.to == "fsdp_dtensor" and tp is not None and tp.source == "--tp" and tp.ranks > 1:
             # Without the job's other sizes it is what the output says that it is for: such a job must be able to be.
             place_model(self.live_model(), Layout("mfsdp-v1", Topology(tp=tp.ranks, etp=1)))
@@ -278,7 +279,7 @@ def _complete(place: Output, conversion: Conversion) -> Output:
 
 
 def prove_zeros(opened: Opened, conversion: Conversion) -> None:
-    """Rows that a smaller vocabulary leaves out must be zeros where nothing tells how many tokens are real."""
+    """Raise MappingError if rows that are left out hold values; for an unknown number of real tokens."""
     for tensor, box in conversion.must_be_zero:
         if read_box(opened.files, conversion.catalog, tensor, box).any():
             prove_payloads(opened.files, conversion.catalog, sorted({s.key for s in tensor.sources}), 1)
@@ -362,9 +363,10 @@ def prove_rounding(
             prove_payloads(files, catalog, sorted(keys), options.threads)
         return astuple(report), problems
 
-    told = ranks.together(compare)
-    refuse_masters(in_order(must_round, chain.from_iterable(problems for _, problems in told)), advice)
-    return sum_up(MastersReport(*report) for report, _ in told)
+    shares = ranks.together(compare)
+    problems = chain.from_iterable(problems for _, problems in shares)
+    refuse_masters(in_order(must_round, problems), advice)
+    return sum_up(MastersReport(*report) for report, _ in shares)
 
 
 def _report(

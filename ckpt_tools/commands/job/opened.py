@@ -55,8 +55,7 @@ def open_checkpoint(
     """The checkpoint that `path` means; `with_common=False` leaves its common state unread, and empty.
     `of_run` is that of `locate`.
 
-    Warns of what lies beside the tensors and is not read, and where the folder's number is not the iteration that the
-    common state tells.
+    Warns of files that are not read, and if the folder's number is not the iteration in the common state.
 
     Raises the errors of `locate`, `read_catalog` and `read_common_state`.
     """

@@ -169,12 +169,12 @@ def need_torch_dist(opened: Opened) -> None:
 
 
 def keeps_masters(model: Model) -> bool:
-    """Whether what stands in the place of some weights are their fp32 masters."""
+    """Whether fp32 masters are stored in the place of some weights."""
     return any(map(is_master, model.parameters))
 
 
 def is_master(parameter: Parameter) -> bool:
-    """Whether what stands in the place of a parameter's weight is its fp32 master."""
+    """Whether a parameter's fp32 master is stored in the place of its weight."""
     return parameter.weight.dtype == "float32" != parameter.dtype
 
 
