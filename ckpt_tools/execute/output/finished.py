@@ -51,7 +51,7 @@ def is_written(
 ) -> bool:
     """Whether `items` of a plan lie in the output as they would be written; with `small_parts` all but items too."""
     with closing(open_files(str(output.directory))) as there:
-        return (not small_parts or same_small_parts(plan, output, there)) and _same_items(
+        return (not small_parts or same_small_parts(plan, output, there)) and same_items(
             items, there, source, options, tick
         )
 
@@ -64,20 +64,26 @@ def same_small_parts(plan: Plan, output: Output, there: Files) -> bool:
     return all(
         there.exists(name) and there.size(name) == len(data) and there.read(name, 0, len(data)) == data
         for name, data in small.items()
-    ) and all(there.read(blob.file, blob.offset, blob.length) == blob.data for blob in plan.blobs)
+    ) and has_blobs(plan, there)
+
+
+def has_blobs(plan: Plan, there: Files) -> bool:
+    """Whether the objects of a plan are there as they would be written."""
+    return all(there.read(blob.file, blob.offset, blob.length) == blob.data for blob in plan.blobs)
 
 
 class _DifferentError(CkptError):
     """An item is not what would be written."""
 
 
-def _same_items(
+def same_items(
     items: Sequence[OutputItem],
     there: Files,
     source: SourceReader,
     options: WriteOptions,
     tick: Callable[[], None],
 ) -> bool:
+    """Whether `items` are in the files `there` as `source` would give them."""
     memory, own = options.thread_memory(source.is_remote or has_stores(there)), threading.local()
 
     def pump() -> Pump:

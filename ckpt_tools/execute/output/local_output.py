@@ -45,6 +45,7 @@ class LocalOutput:
         )
         self._state: SourceState = []
         self.scratch: Path | None = self._staging.partial
+        self.data: Path | None = self._staging.data
 
     @property
     def replaced(self) -> str | None:
