@@ -29,14 +29,15 @@ from __future__ import annotations
 import resource
 import time
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
+from itertools import chain
 from typing import Any, Final, TypedDict
 
 from ckpt_tools.errors import CorruptCheckpointError, UsageError, VerificationError
 from ckpt_tools.execute.move.source_reader import SourceReader, forget
-from ckpt_tools.execute.output.finished import has_blobs, is_written, same_items
+from ckpt_tools.execute.output.checks import has_blobs, is_written
 from ckpt_tools.execute.output.journal import check_unchanged, check_unchanged_since_open, fingerprint
 from ckpt_tools.execute.output.local_output import LocalOutput
 from ckpt_tools.execute.processes.ranks import Ranks, StopSignals
@@ -235,8 +236,14 @@ class _Run:
             closing(SourceReader(job.files, self.output.scratch, None)) as source,
             closing(open_files(str(data))) as there,
         ):
-            return has_blobs(job.plan, there) and same_items(
-                self.output.share(), there, source, job.options, job.ranks.check
+            return has_blobs(job.plan, there) and is_written(
+                job.plan,
+                replace(job.output, directory=data),
+                self.output.share(),
+                source,
+                job.options,
+                small_parts=False,
+                tick=job.ranks.check,
             )
 
     def _accept(self, same: bool) -> tuple[Found, str]:
@@ -287,22 +294,16 @@ class _Run:
             check_unchanged(self._source_state, fingerprint(job.files, job.plan), job.files.location)
             check_unchanged_since_open(job.files)
             versions = {name: version for share in shares for name, version in share["versions"].items()}
-            parts = _joined(share["parts"] for share in shares)
+            parts: dict[str, list[Part]] = {}
+            for share in shares:
+                for name, rows in share["parts"].items():
+                    parts.setdefault(name, []).extend(Part(*row) for row in rows)
             output.publish(metadata_bytes(job.plan) if job.output.is_dcp else None, versions, parts)
         for name, content in job.output.beside.items():
             if found == "finished" and output.has_beside(name):
                 continue  # it was written then, and may have been changed since
             output.write_beside(name, content)
         output.finish()
-
-
-def _joined(parts: Iterable[Mapping[str, Sequence[tuple[int, str]]]]) -> Mapping[str, Sequence[Part]]:
-    """Parts of files as all ranks have written them, by file."""
-    found: dict[str, list[Part]] = {}
-    for one in parts:
-        for name, some in one.items():
-            found.setdefault(name, []).extend(Part(*part) for part in some)
-    return found
 
 
 def _report(
@@ -315,11 +316,12 @@ def _report(
     counts = [count for share in shares for count in share["counters"]]
     rounded: Counter[str] = Counter()
     rounded_and_kept = 0
-    for key, source, changed in _rounded(counts):
-        if (key, source) in kept:
-            rounded_and_kept += changed
-        else:
-            rounded[key] += changed
+    for key, sources in chain.from_iterable(count["rounded"].items() for count in counts):
+        for source, changed in sources.items():
+            if (key, source) in kept:
+                rounded_and_kept += changed
+            else:
+                rounded[key] += changed
     items = len(job.plan.items) + len(job.plan.blobs)
     return WriteReport(
         bytes_written=job.plan.bytes_to_write,
@@ -344,11 +346,3 @@ def _report(
         output_verified=job.options.verify_output and bool(shares),
         directory=str(job.output.directory),
     )
-
-
-def _rounded(counts: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str, int]]:
-    """(tensor, what was cast to it, elements that have another value now), as the ranks' threads counted them."""
-    for count in counts:
-        for key, sources in count["rounded"].items():
-            for source, changed in sources.items():
-                yield key, source, changed

@@ -206,7 +206,10 @@ class JobOutput(Protocol):
 
     token: str  # says whose the output is where no lock does: rank 0 draws it, all ranks get it
     scratch: Path | None  # where temporary files may lie
-    data: Path | None  # where what was written can be read before it is published; None: nowhere
+
+    @property
+    def data(self) -> Path | None:
+        """Where what was written can be read before it is published; None: nowhere."""
 
     @property
     def replaced(self) -> str | None:

@@ -48,7 +48,7 @@ OPTIONS = {
     "preflight": _REPORT + "--yaml --target",
     "modify-state-dict": _READ + _RUN + "--op",
     "slice": _READ + _RUN + "--layers --block",
-    "copy": _READ + _WRITE + "--read-back",
+    "copy": _READ + _WRITE + "--read-back --dry-run",
     "average": _READ + _RUN + "--weights --ema --last",
     "merge-adapter": _READ + _RUN + "--alpha --ignore-keys",
     "repair": _READ + _RUN,

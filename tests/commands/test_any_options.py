@@ -17,16 +17,16 @@ from unittest import mock
 import pytest
 import torch
 
-from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.convert.to_torch_dist import convert_to_torch_dist
+from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.commands.job.placements import Layout
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.move import stream
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.execute.write_job import ThreadMemory
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
-from ckpt_tools.megatron.vocab import is_vocab
+from ckpt_tools.megatron.vocab import VOCAB_NAMES
 from ckpt_tools.plan import byte_runs
 from ckpt_tools.sharding.topology import Topology
 from tests.commands import oracle
@@ -124,7 +124,7 @@ def expected(reference: Tensors, options: TargetOptions) -> Tensors:
 
 
 def resized(key: str, tensor: torch.Tensor, rows: int | None) -> torch.Tensor:
-    if rows is None or not is_vocab(key.removesuffix(".exp_avg").removesuffix(".exp_avg_sq")):
+    if rows is None or not key.removesuffix(".exp_avg").removesuffix(".exp_avg_sq").endswith(VOCAB_NAMES):
         return tensor
     more = torch.zeros(max(0, rows - tensor.shape[0]), *tensor.shape[1:], dtype=tensor.dtype)
     return torch.cat([tensor[:rows], more])

@@ -12,8 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.huggingface.export_source import ExportSource
-from ckpt_tools.commands.huggingface.vision_language import reference_of
+from ckpt_tools.commands.huggingface.export_source import ExportSource, reference_of
 from ckpt_tools.errors import MappingError
 from ckpt_tools.formats.dcp.metadata_read import read_catalog
 from ckpt_tools.formats.storage.open_files import open_files

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
 from ckpt_tools.commands.huggingface.export_hf import export_hf
 from ckpt_tools.commands.huggingface.import_hf import ImportOptions, import_hf
+from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.formats.locate.detect import locate
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions

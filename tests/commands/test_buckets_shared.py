@@ -23,11 +23,11 @@ TELL = """
 import sys
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.job import read_model
-spread = read_model.spread
+start_jobs = read_model.start_jobs
 def told(work, jobs, *, workers, **given):
     print("proven by", workers, file=sys.stderr)
-    return spread(work, jobs, workers=workers, **given)
-read_model.spread = told
+    return start_jobs(work, jobs, workers=workers, **given)
+read_model.start_jobs = told
 sys.exit(run(sys.argv[1:]))
 """
 

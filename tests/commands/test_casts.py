@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
 from ckpt_tools.commands.huggingface.export_hf import export_hf
 from ckpt_tools.commands.huggingface.export_source import ExportOptions
 from ckpt_tools.commands.huggingface.import_hf import ImportOptions, import_hf
+from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.commands.look.load_dtensors import load_dtensors
 from ckpt_tools.errors import VerificationError
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch.distributed import checkpoint as dcp
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.edit import copy as module
 from ckpt_tools.commands.edit.copy import CopyOptions, CopyReport, copy_checkpoint
+from ckpt_tools.commands.job import conversion
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UsageError, VerificationError
 from ckpt_tools.execute.output.remote_output import RemoteOutput
 from ckpt_tools.execute.run import WriteOptions, write_checkpoint
@@ -288,7 +288,7 @@ def test_reading_back_finds_what_storage_changed(tmp_path: Path, monkeypatch: py
         flip_bit(file, at)
         return written
 
-    monkeypatch.setattr(module, "write_checkpoint", and_rot)
+    monkeypatch.setattr(conversion, "write_checkpoint", and_rot)
     with pytest.raises(VerificationError, match="read back, it differs from"):
         copy_checkpoint(DATA / RUN, tmp_path / "out", CopyOptions(read_back=True))
 
@@ -321,6 +321,8 @@ def test_a_plan_cuts_files_where_checksums_begin_and_end(monkeypatch: pytest.Mon
 @pytest.mark.filterwarnings("ignore:.*the folder says iteration")
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = three(tmp_path)
+    assert run(["copy", str(root), str(tmp_path / "out"), "--dry-run"]) == 0
+    assert capsys.readouterr().out.startswith("would copy ") and not (tmp_path / "out").exists()
     assert run(["copy", str(root), str(tmp_path / "out")]) == 0
     assert "payloads have the checksum that their writer stored" in capsys.readouterr().out
     assert run(["copy", str(root), str(tmp_path / "out"), "--resume"]) == 0

@@ -17,12 +17,12 @@ import torch
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.check.preflight import preflight
 from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
-from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.edit.strip import strip_checkpoint
+from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.errors import MappingError
-from ckpt_tools.execute.output.staging import Staging
+from ckpt_tools.execute.output.local_output import LocalOutput
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import schedule_of
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
@@ -212,7 +212,9 @@ def test_an_import_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         [],
     )  # a model of transformers has neither
     assert any("--override-opt_param-scheduler" in note for note in report["notes"])
-    assert any("--adam-beta1, --adam-beta2 and --adam-eps: nothing tells" in note for note in report["notes"])
+    assert any(
+        "--adam-beta1, --adam-beta2 and --adam-eps: not in the source" in note for note in report["notes"]
+    )
     made = tmp_path / "run" / "iter_0000001"
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "1"
     assert oracle.item(made, "iteration") == 1
@@ -286,9 +288,9 @@ def test_embeddings_with_a_rate_of_their_own_keep_it(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["convert", RUN, "--fresh-optimizer"], "goes with --weights-only"),
-        (["convert", RUN, "--lr", "0.1"], "--lr: settings of an optimizer that begins"),
-        (["convert", RUN, "--weights-only", "--min-lr", "0.1"], "--min-lr: settings of"),
-        (["convert", *WEIGHTS, "--dtype", "float32"], "--dtype float32: fp32 masters"),
+        (["convert", RUN, "--lr", "0.1"], "--lr: only valid with --fresh-optimizer"),
+        (["convert", RUN, "--weights-only", "--min-lr", "0.1"], "--min-lr: only valid with"),
+        (["convert", *WEIGHTS, "--dtype", "float32"], "--dtype float32: with an optimizer"),
         (["convert", *WEIGHTS, "--min-lr", "0.1"], "--min-lr 0.1 is above --lr 0.01"),
         (["convert", *WEIGHTS, "--lr", "nan"], "--lr nan is not a number of at"),
         (["convert", *WEIGHTS, "--adam-beta2", "1"], "--adam-beta2 1.0 is not below 1"),
@@ -297,7 +299,7 @@ def test_embeddings_with_a_rate_of_their_own_keep_it(tmp_path: Path) -> None:
         (["convert", NATIVE, "--weights-only", "--fresh-optimizer", "--tp", "2"], "strip --fresh-optimizer"),
         (["strip", RUN, "--fresh-optimizer"], "a 3D-parallel job starts from weights alone"),
         (["strip", NATIVE, "--fresh-optimizer", "--dtype", "bfloat16"], "--dtype bfloat16: fp32 masters"),
-        (["strip", NATIVE, "--lr", "0.1"], "--lr: settings of an optimizer that begins"),
+        (["strip", NATIVE, "--lr", "0.1"], "--lr: only valid with --fresh-optimizer"),
         (["import-hf", NATIVE, "--fresh-optimizer"], "need --to fsdp_dtensor: a 3D-parallel job"),
     ],
 )  # fmt: skip
@@ -403,7 +405,7 @@ def test_any_optimizer_is_replaced(damage: Callable[[Parts], None], tmp_path: Pa
 
 def test_a_disk_needs_no_room_for_zeros(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(Staging, "_check_space", lambda self, at, nbytes: asked.append(nbytes))
+    monkeypatch.setattr(LocalOutput, "_check_space", lambda self, at, nbytes: asked.append(nbytes))
     target = TargetOptions(weights_only=True, fresh_optimizer=True, vocab_size_padded=1 << 17, vocab_size=200)
     report = convert_to_fsdp_dtensor(str(RUN), str(tmp_path / "out"), ConvertOptions(target=target))
     assert report.written is not None and len(asked) == 2

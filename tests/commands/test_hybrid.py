@@ -9,11 +9,11 @@ import pytest
 from safetensors.torch import load_file
 
 from ckpt_tools.commands.check.preflight import preflight
-from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.convert.to_torch_dist import convert_to_torch_dist
 from ckpt_tools.commands.huggingface.export_hf import export_hf
 from ckpt_tools.commands.huggingface.export_source import ExportOptions
+from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.run_state.settings import settings_of

@@ -9,13 +9,13 @@ from safetensors.torch import load_file
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.check.diff import diff_checkpoints
-from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.plan import plan_checkpoint
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
 from ckpt_tools.commands.edit.modify import modify_state_dict
 from ckpt_tools.commands.huggingface.export_hf import export_hf
 from ckpt_tools.commands.huggingface.export_source import ExportOptions
+from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.commands.job.placements import Layout
 from ckpt_tools.errors import MappingError
 from ckpt_tools.sharding.topology import Topology

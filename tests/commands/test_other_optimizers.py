@@ -11,11 +11,11 @@ import torch
 
 from ckpt_tools.commands.check.diff import diff_checkpoints
 from ckpt_tools.commands.check.verify import verify_checkpoint
-from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_dcp import convert_to_dcp
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
 from ckpt_tools.commands.edit.slice import slice_layers
+from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_fsdp_dtensor import prepare
+from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.commands.job.placements import Layout, LiveModel, exact_placement, mla_tp_dims, place_model
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions

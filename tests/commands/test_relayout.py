@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.commands.job.placements import Layout
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.model.choices import LayoutName

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.check.diff import diff_checkpoints
-from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.convert.to_torch_dist import convert_to_torch_dist
+from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.errors import VerificationError
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from tests.commands import oracle

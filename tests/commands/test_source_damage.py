@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 
 from ckpt_tools.cli.reports import source_checksums
-from ckpt_tools.commands.convert import to_fsdp_dtensor
-from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
 from ckpt_tools.commands.edit.average import AverageOptions, average_checkpoints
@@ -27,7 +25,7 @@ from ckpt_tools.commands.huggingface.export_hf import export_hf
 from ckpt_tools.commands.huggingface.export_source import ExportOptions
 from ckpt_tools.commands.huggingface.import_hf import import_hf
 from ckpt_tools.commands.job import conversion
-from ckpt_tools.commands.job.conversion import EditOptions
+from ckpt_tools.commands.job.conversion import ConvertOptions, EditOptions
 from ckpt_tools.commands.job.placements import Layout
 from ckpt_tools.errors import CorruptCheckpointError
 from ckpt_tools.execute.run import WriteOptions
@@ -305,7 +303,7 @@ def rewritten(file: Path) -> None:
 @pytest.mark.parametrize("name", [".metadata", "common.pt"])
 @pytest.mark.parametrize(
     ("room", "step"),
-    [(to_fsdp_dtensor, "planned"), (conversion, "rehearse")],
+    [(conversion.Prepared, "planned"), (conversion, "rehearse")],
     ids=["plan", "rehearse"],
 )
 def test_a_source_that_is_described_anew_meanwhile_is_a_mix(name, change, room, step, tmp_path, monkeypatch):

@@ -12,13 +12,12 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_dcp import convert_to_dcp
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.convert.to_torch_dist import convert_to_torch_dist
 from ckpt_tools.commands.edit.strip import strip_checkpoint
 from ckpt_tools.commands.huggingface.export_hf import export_hf
-from ckpt_tools.commands.job.conversion import EditOptions
+from ckpt_tools.commands.job.conversion import ConvertOptions, EditOptions
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.pickle.unpickle import StandIn

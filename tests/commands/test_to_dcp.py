@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import ckpt_tools
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_dcp import convert_to_dcp
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.convert.to_torch_dist import convert_to_torch_dist
 from ckpt_tools.commands.edit.slice import slice_layers
+from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.commands.job.placements import Layout
 from ckpt_tools.errors import UnsupportedCheckpointError
 from ckpt_tools.formats.locate.detect import locate

@@ -14,9 +14,8 @@ import torch
 from safetensors import safe_open
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ckpt_tools.commands.convert.group_map import build_group_map
-from ckpt_tools.commands.convert.options import ConvertOptions
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.convert.to_fsdp_dtensor import build_group_map, convert_to_fsdp_dtensor
+from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from tests.commands import oracle
 from tests.conftest import all_checkpoints, fixture_dir

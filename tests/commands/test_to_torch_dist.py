@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
+from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError
 from ckpt_tools.megatron.run_state.stored_values import optimizer_groups
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions

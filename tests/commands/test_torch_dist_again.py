@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
+from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.errors import CorruptCheckpointError, UsageError, VerificationError
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.megatron.run_state.stored_values import optimizer_groups

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_dcp import convert_to_dcp
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from tests.commands import oracle

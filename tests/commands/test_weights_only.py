@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
+from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.commands.job.report import ConversionReport
 from ckpt_tools.errors import (
     CkptError,

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckpt_tools.errors import CorruptCheckpointError, UsageError
+from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.output.folders import Folder, Foreign
-from ckpt_tools.execute.output.journal import Journal
-from ckpt_tools.execute.output.staging import Staging
+from ckpt_tools.execute.output.local_output import LocalOutput
 from ckpt_tools.execute.run import Output, write_checkpoint
 from ckpt_tools.formats.locate.detect import TRACKER
 from tests.execute.conftest import Case
@@ -39,7 +36,10 @@ def everything(folder: Path) -> dict[str, str]:
     return {str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*") if p.is_file()}
 
 
-@pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"resume": True}], ids=str)
+OPTIONS = pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"resume": True}], ids=str)
+
+
+@OPTIONS
 def test_a_partial_directory_that_is_a_link_is_refused(
     case: Case, tmp_path: Path, precious: Path, options: dict[str, Any]
 ) -> None:
@@ -52,8 +52,8 @@ def test_a_partial_directory_that_is_a_link_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("target", ["file", "data", "absent"])
-@pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"resume": True}], ids=str)
+@pytest.mark.parametrize("target", ["file", "absent"])
+@OPTIONS
 @pytest.mark.parametrize("name", NAMES)
 def test_links_in_the_partial_directory_are_not_followed(
     case: Case, tmp_path: Path, precious: Path, name: str, options: dict[str, Any], target: str
@@ -156,14 +156,14 @@ def test_a_partial_directory_that_is_exchanged_meanwhile_leads_nowhere(
 ) -> None:
     """Who may rename in the output's parent puts a link to another directory in its place."""
     before = everything(precious)
-    create_files = Staging.create_files
+    create_files = LocalOutput.create_files
 
-    def and_then_exchange(staging: Staging) -> None:
-        create_files(staging)
+    def and_then_exchange(output: LocalOutput) -> None:
+        create_files(output)
         (tmp_path / PARTIAL).rename(tmp_path / "away")
         (tmp_path / PARTIAL).symlink_to(precious)
 
-    monkeypatch.setattr(Staging, "create_files", and_then_exchange)
+    monkeypatch.setattr(LocalOutput, "create_files", and_then_exchange)
     write_checkpoint(case.plan(1), case.files, Output(tmp_path / "out"))
     assert everything(precious) == before
     monkeypatch.undo()
@@ -178,17 +178,8 @@ def test_a_fifo_keeps_nobody_waiting(
     finished_but_unpublished(case, tmp_path / "out", monkeypatch)
     (tmp_path / PARTIAL / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / PARTIAL / name)
-    code = (
-        "import sys; from pathlib import Path; from tests.execute.conftest import reopened_case\n"
-        "from ckpt_tools.execute.run import Output, write_checkpoint\nhere = Path(sys.argv[1])\n"
-        "case = reopened_case(here / 'source')\n"
-        "write_checkpoint(case.plan(2), case.files, Output(here / 'out', resume=True))"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert found.returncode == 1
-    assert "is not a plain file" in found.stderr
+    with pytest.raises(Foreign, match="is not a plain file"):
+        write_checkpoint(case.plan(2), case.files, Output(tmp_path / "out", resume=True))
 
 
 def test_a_long_file_in_the_place_of_ours_fills_no_memory(tmp_path: Path) -> None:
@@ -196,19 +187,6 @@ def test_a_long_file_in_the_place_of_ours_fills_no_memory(tmp_path: Path) -> Non
         file.truncate(1 << 40)
     with Folder.named(tmp_path) as folder, pytest.raises(Exception, match="is longer than 100 bytes"):
         folder.read("long", 100)
-
-
-@pytest.mark.parametrize(
-    "header",
-    [b"", b"[]", b"{}", b"[" * 10_000, b'{"digest": 1, "source": []}', b'{"digest": "x", "source": [1]}'],
-)
-def test_a_damaged_journal_is_named(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: bytes
-) -> None:
-    finished_but_unpublished(case, tmp_path / "out", monkeypatch)
-    (tmp_path / PARTIAL / "journal" / "plan.json").write_bytes(header)
-    with pytest.raises(CorruptCheckpointError, match=r"plan\.json is damaged"):
-        write_checkpoint(case.plan(2), case.files, Output(tmp_path / "out", resume=True))
 
 
 def test_no_handle_stays_open(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,5 +202,4 @@ def test_no_handle_stays_open(case: Case, tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(UsageError, match="--resume"):
         write_checkpoint(case.plan(3), case.files, Output(tmp_path / "out"))
     write_checkpoint(case.plan(2), case.files, Output(tmp_path / "out", resume=True))
-    Journal(tmp_path / "nothing").exists()
     assert count() == before

@@ -42,7 +42,7 @@ def test_a_damaged_shard_is_not_published(
         output: LocalOutput, source: SourceReader, opened: Mapping[str, str | None]
     ) -> object:
         done = real(output, source, opened)
-        (path,) = Path(output._staging.data).glob("*.safetensors")
+        (path,) = Path(output.data).glob("*.safetensors")
         path.write_bytes(broken(path.read_bytes(), damage))
         return done
 

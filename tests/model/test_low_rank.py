@@ -135,17 +135,3 @@ def test_sums_that_leave_doubles_are_refused(weight: float, left: list[float], r
     tiles = [np.array([[weight]]), np.array([left]), np.array([right]).T]
     with pytest.raises(ValueError, match=r"a weight is (inf|nan), too large for float64 \(B times A\)"):
         AddLowRank("float64", 1.0).compute(full_box((1, 1)), tiles)
-
-
-@pytest.mark.parametrize(
-    ("forms", "message"),
-    [
-        ([("bfloat16", (4, 6)), ("float32", (4, 2)), ("float32", (2, 6))], "not added up"),
-        ([("float32", (4, 6)), ("float32", (4, 2)), ("float32", (3, 6))], "cannot be added to a weight"),
-        ([("float32", (4, 6)), ("float32", (5, 2)), ("float32", (2, 6))], "cannot be added to a weight"),
-        ([("float32", (1, 4, 6)), ("float32", (4, 2)), ("float32", (2, 6))], "matrices are expected"),
-    ],
-)
-def test_forms_that_do_not_fit_are_refused(forms: list[tuple[str, tuple[int, ...]]], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AddLowRank("float32", 1.0).form([Form(*form) for form in forms])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.dtypes import Form
-from ckpt_tools.model.kernels.kernel import Dequantize, Kernel, Reshaped, reshaped
+from ckpt_tools.model.kernels.kernel import Dequantize, Reshaped, reshaped
 from ckpt_tools.model.kernels.packed import DecodeMxfp4, UnpackInt4
 from tests.model.test_kernels import by_tiles
 from tests.strategies import shapes, tilings
@@ -114,28 +114,3 @@ def test_axes_are_split_but_not_joined() -> None:
     for shape in ((24,), (3, 8), (4, 6, 2), (4,)):
         with pytest.raises(ValueError, match="cannot be split"):
             reshaped(Dequantize("float8_e5m2"), (4, 6), shape)
-
-
-BLOCKS, WORDS = Form("uint8", (2, 4, 3, 16)), Form("int32", (5, 2))
-
-
-@pytest.mark.parametrize(
-    ("kernel", "forms"),
-    [
-        (DecodeMxfp4(), [BLOCKS, Form("uint8", (2, 4, 2))]),
-        (DecodeMxfp4(), [BLOCKS, Form("float32", (2, 4, 3))]),
-        (DecodeMxfp4(), [Form("uint8", (2, 4, 3, 8)), Form("uint8", (2, 4, 3))]),
-        (DecodeMxfp4(), [Form("uint8", (4, 3, 16)), Form("uint8", (4, 3))]),
-        (UnpackInt4(16, 4), [WORDS, Form("float32", (5, 3))]),
-        (UnpackInt4(15, 4), [WORDS, Form("float32", (5, 4))]),
-        (UnpackInt4(24, 4), [WORDS, Form("float32", (5, 6))]),
-        (UnpackInt4(16, 4), [Form("int64", (5, 2)), Form("float32", (5, 4))]),
-        (UnpackInt4(16, 4), [Form("int32", ()), Form("float32", ())]),
-        (UnpackInt4(16, 4), [WORDS, Form("float32", (5, 4)), Form("int32", (1, 4))]),
-        (UnpackInt4(16, 4, zero_points=True), [WORDS, Form("float32", (5, 4))]),
-        (UnpackInt4(16, 4, zero_points=True), [WORDS, Form("float32", (5, 4)), Form("int32", (5, 4))]),
-    ],
-)
-def test_inputs_of_another_form_are_refused(kernel: Kernel, forms: list[Form]) -> None:
-    with pytest.raises(ValueError, match=r"\w"):
-        kernel.form(forms)

@@ -103,9 +103,3 @@ def test_what_is_not_a_number_is_refused(value: float) -> None:
         box = full_box(kernel.form([Form("float32", (3, 3))]).shape)
         with pytest.raises(ValueError, match="infinities and NaNs"):
             kernel.compute(box, [weight])
-
-
-def test_forms_that_do_not_fit_are_refused() -> None:
-    for form in (Form("float32", (4, 4)), Form("bfloat16", (4,)), Form("bfloat16", (2, 4, 4))):
-        with pytest.raises(ValueError, match="blocks of a bfloat16 matrix"):
-            QuantizeBlocks("bfloat16").form([form])

@@ -126,7 +126,7 @@ def _library(to: Format, given: Given) -> tuple[Any, Any]:
             target=fill(TorchDistOptions, given, extra_state=extra != "none"),
             extra_state_template=None if extra in ("derive", "none") else extra,
         )
-    from ckpt_tools.commands.convert.options import ConvertOptions
+    from ckpt_tools.commands.job.conversion import ConvertOptions
 
     options = fill(ConvertOptions, given, layout=layout_of(given))
     if to == "dcp":
@@ -197,7 +197,7 @@ def build_param_group_map(
 ) -> None:
     """Write a param_to_param_group_map.json: from a training job's dump, or derived from a checkpoint alone."""
     from ckpt_tools.cli.render import escape, json_text, tell, write_text
-    from ckpt_tools.commands.convert.group_map import build_group_map
+    from ckpt_tools.commands.convert.to_fsdp_dtensor import build_group_map
     from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 
     found = build_group_map(source, fill(TargetOptions, given), given["iteration"])

@@ -338,17 +338,25 @@ def _print_copies(done: CopyReport, verbose: bool) -> None:
 
 
 def _print_copied(copied: Copied, verbose: bool) -> None:
-    verb = "compared, it was complete already:" if copied.written.was_there else "copied"
-    size = f"{copied.files:,} files, {human_bytes(copied.nbytes)} in {copied.written.seconds:.2f} s"
-    if copied.written.check_source == "none":
-        lines = ["no payload was compared with the checksum that its writer stored (--check-source none)"]
+    written = copied.written
+    size = f"{copied.files:,} files, {human_bytes(copied.nbytes)}"
+    lines = list[str]()
+    if written is None:
+        verb = "would copy"
     else:
-        without = f"; {copied.without_checksum:,} have none" if copied.without_checksum else ""
-        lines = [f"{copied.proven:,} payloads have the checksum that their writer stored{without}"]
-    if copied.read_back:
-        lines.append("the copy was read back and is equal")
-    if copied.written.replaced:
-        lines.append(f"replaced {copied.written.replaced}")
+        verb = "compared, it was complete already:" if written.was_there else "copied"
+        size += f" in {written.seconds:.2f} s"
+        if written.check_source == "none":
+            lines.append(
+                "no payload was compared with the checksum that its writer stored (--check-source none)"
+            )
+        else:
+            without = f"; {copied.without_checksum:,} have none" if copied.without_checksum else ""
+            lines.append(f"{copied.proven:,} payloads have the checksum that their writer stored{without}")
+        if copied.read_back:
+            lines.append("the copy was read back and is equal")
+        if written.replaced:
+            lines.append(f"replaced {written.replaced}")
     if copied.left_out:
         listed = ", ".join(copied.left_out[:5])
         more = f", and {len(copied.left_out) - 5:,} more" if len(copied.left_out) > 5 else ""
@@ -401,7 +409,9 @@ COMMANDS = {
     "average": with_options(average, _EDITING, _AVERAGE),
     "repair": with_options(repair, _EDITING),
     "copy": with_options(
-        copy, READING | REWRITING | {"resume", "workers", "threads", "memory_bytes", "fsync", "direct"}, _COPY
+        copy,
+        READING | REWRITING | {"resume", "dry_run", "workers", "threads", "memory_bytes", "fsync", "direct"},
+        _COPY,
     ),
     "merge-adapter": with_options(merge_adapter, RUNNING | READING | {"ignore_keys", "alpha"}),
 }

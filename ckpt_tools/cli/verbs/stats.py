@@ -17,7 +17,8 @@ from ckpt_tools.model.choices import StatsBy
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckpt_tools.commands.look.stats import CheckpointChange, CheckpointStatistics, TensorChange
+    from ckpt_tools.commands.look.stats import CheckpointChange, CheckpointStatistics, Measured
+    from ckpt_tools.verify.content.values import Change
 
 _STDOUT = Path("-")
 _SHOWN = 20
@@ -82,7 +83,7 @@ def stats(
                 render.write_text(file, draw(found), checkpoint)
     if _STDOUT in (svg, html):
         return  # nothing but the picture
-    sick = len(list(found.sick()))
+    sick = len(found.nonfinite())
     if given["as_json"]:
         print(render.json_text(found.as_json()))
     else:
@@ -126,7 +127,7 @@ def _print_statistics(found: CheckpointStatistics) -> None:
                 [label or "outside of layers", *("-" if f is None else short(f.norm) for f in held), wrong]
             )
         render.print_table(("norm of layer", *roles, "NaN, Inf"), table)
-    listed = found.tensors if found.chosen else tuple(found.sick())
+    listed = found.tensors if found.chosen else found.nonfinite()
     if not listed:
         return
     columns = ("norm", "mean", "min", "max")
@@ -151,8 +152,8 @@ def _print_change(found: CheckpointChange) -> None:
         ]
         render.print_table(("role", *_CHANGE), rows)
         _print_changed_layers(found)
-        if sick := list(found.sick()):
-            _print_changed_tensors(sick, "tensors with NaN or Inf in A or B", _SHOWN)
+        if wrong := found.nonfinite():
+            _print_changed_tensors(wrong, "tensors with NaN or Inf in A or B", _SHOWN)
     for line in found.left_out():
         render.tell(line)
     for what, names in (("only in A", found.only_in_a), ("only in B", found.only_in_b),
@@ -177,7 +178,9 @@ def _print_changed_layers(found: CheckpointChange) -> None:
     render.print_table(("relative change of", *heads, "NaN, Inf"), rows)
 
 
-def _print_changed_tensors(tensors: Sequence[TensorChange], title: str = "", most: int | None = None) -> None:
+def _print_changed_tensors(
+    tensors: Sequence[Measured[Change]], title: str = "", most: int | None = None
+) -> None:
     from ckpt_tools.commands.look.stats_page import change_numbers
 
     rows = [

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ckpt_tools.commands.convert.options import ConvertOptions
-from ckpt_tools.commands.job.conversion import Prepared
+from ckpt_tools.commands.job.conversion import ConvertOptions, Prepared
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.outputs import read_bridge_files, trackers_of, with_record
 from ckpt_tools.commands.job.placements import Layout, LiveModel, source_model

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.relayout import need_job, plain_layout, prepare_hf, prepare_plain
-from ckpt_tools.commands.convert.to_fsdp_dtensor import planned, prepare_model
-from ckpt_tools.commands.huggingface.folder import (
-    CONFIG,
-    architecture_of,
-    read_config,
-)
+from ckpt_tools.commands.convert.to_fsdp_dtensor import prepare_model
+from ckpt_tools.commands.huggingface.folder import CONFIG, architecture_of, read_config
 from ckpt_tools.commands.job.conversion import (
     Conversion,
+    ConvertOptions,
     MegatronOptions,
     Prepared,
     Progress,
@@ -58,7 +54,8 @@ def plan_dcp(opened: Opened, options: ConvertOptions, world: int) -> Conversion:
     if opened.location.kind == "dcp":
         need_job(opened.location, options)
     layout = plain_layout(options.layout or Layout(world=world, of_job=False))
-    made = planned(opened, prepare_dcp(opened, options, layout), options, layout)
+    prepared = prepare_dcp(opened, options, layout)
+    made = prepared.planned(layout, opened.location.iteration, options.check_masters)
     return replace(made, architecture=_architecture(opened))
 
 

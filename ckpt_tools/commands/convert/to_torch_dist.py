@@ -21,7 +21,7 @@ from ckpt_tools.commands.job.conversion import (
 )
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
 from ckpt_tools.commands.job.outputs import object_archives, read_bridge_files
-from ckpt_tools.commands.job.read_model import A_KIND, Wanted, keeps_masters, master_targets, read_model
+from ckpt_tools.commands.job.read_model import Wanted, keeps_masters, master_targets, read_model
 from ckpt_tools.commands.job.report import ConversionReport, MastersUse
 from ckpt_tools.commands.job.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
@@ -36,11 +36,7 @@ from ckpt_tools.megatron.run_state.record import RECORD_FILE, read_record, recor
 from ckpt_tools.megatron.run_state.settings import training_dtype
 from ckpt_tools.megatron.torch_dist.grids import NO_SIZE
 from ckpt_tools.megatron.torch_dist.read import Extent
-from ckpt_tools.megatron.torch_dist.write import (
-    TorchDistOptions,
-    build_torch_dist_target,
-    carried_objects,
-)
+from ckpt_tools.megatron.torch_dist.write import TorchDistOptions, build_torch_dist_target, carried_objects
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Item
 from ckpt_tools.model.model import Model, without_optimizer
@@ -105,7 +101,7 @@ def _read_source(opened: Opened, options: ToTorchDistOptions) -> Model:
         return read_model(opened, wanted)
     if kind != "torch_dist":
         raise UnsupportedCheckpointError(
-            f"{opened.location.path} is {A_KIND.get(kind, kind)}, not an fsdp_dtensor or torch_dist checkpoint"
+            f"{opened.location.path} is {opened.format.described}, not an fsdp_dtensor or torch_dist checkpoint"
         )
     model = replace(read_model(opened, wanted), record=read_record(opened.files))
     _refuse_same(opened.location, model, options)

@@ -19,20 +19,12 @@ from typing import Final
 
 from ckpt_tools.commands.huggingface.folder import CONFIG, read_assets, read_config, weight_files
 from ckpt_tools.commands.huggingface.tensors import refuse_adapters
-from ckpt_tools.commands.job.conversion import (
-    Conversion,
-    EditOptions,
-    Progress,
-    Writer,
-    carry_out,
-    like_to_like,
-    open_source,
-)
+from ckpt_tools.commands.job.conversion import Conversion, EditOptions, Progress
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
 from ckpt_tools.commands.job.outputs import refuse_overlap
 from ckpt_tools.commands.job.read_model import shared_by
 from ckpt_tools.commands.job.report import ConversionReport, Edits, Masters
-from ckpt_tools.commands.job.rewrite import rewrite, use_of_masters
+from ckpt_tools.commands.job.rewrite import edit, rewrite, use_of_masters
 from ckpt_tools.errors import (
     MappingError,
     UnsupportedCheckpointError,
@@ -116,10 +108,8 @@ def average_checkpoints(
         options = replace(options, write=_within_memory(options.write, len(paths)))
         plan = _plan_safetensors if last.location.kind == "safetensors" else _plan_dcp
         made = replace(plan(last, catalog, targets), masters=masters.use)
-        writer = Writer(open_source, like_to_like, lambda _opened, _options, _world: made)
-        done = carry_out(
-            paths[-1], replace(last, files=files), output, writer, options, progress, options.dry_run
-        )
+        joined = replace(last, files=files)
+        done = edit(paths[-1], output, lambda _: made, options, progress, opened=joined)
     return Averaged(
         report=replace(done, masters=masters),
         sources=tuple(paths),

@@ -17,22 +17,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ckpt_tools.commands.edit.modify import new_path
-from ckpt_tools.commands.job.conversion import (
-    Conversion,
-    EditOptions,
-    Progress,
-    Writer,
-    carry_out,
-    like_to_like,
-    open_source,
-)
+from ckpt_tools.commands.job.conversion import Conversion, EditOptions, Progress, open_source
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.report import ConversionReport, Edits
-from ckpt_tools.commands.job.rewrite import rewrite
+from ckpt_tools.commands.job.rewrite import edit, rewrite
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
 from ckpt_tools.megatron.format import FORMATS
-from ckpt_tools.megatron.fsdp_dtensor.stages import ISSUE, LocalNumbers, local_numbers, ranges
+from ckpt_tools.megatron.fsdp_dtensor.read import ISSUE, LocalNumbers, local_numbers, ranges
 from ckpt_tools.megatron.keys import (
     DECODER_LAYERS,
     GROUP_META,
@@ -95,8 +87,7 @@ def repair_checkpoint(
 
         made, done = mend_keys(catalog, opened.common, is_same), None
         if made.changes:
-            writer = Writer(open_source, like_to_like, lambda opened, _options, _world: _plan(opened, made))
-            done = carry_out(source, opened, output, writer, options, progress, options.dry_run)
+            done = edit(source, output, lambda opened: _plan(opened, made), options, progress, opened=opened)
     return Repaired(source, output, tuple(made.changes), location.left_out, done)
 
 

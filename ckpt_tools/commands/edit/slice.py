@@ -25,7 +25,6 @@ from ckpt_tools.formats.torch_archive.object_writer import dump_archive
 from ckpt_tools.formats.untrusted_documents import parse_yaml
 from ckpt_tools.megatron.dcp.read import group_members, numbered
 from ckpt_tools.megatron.dcp.state_dict import OptimizerKeys, StateDict, read_state_dict
-from ckpt_tools.megatron.format import FORMATS
 from ckpt_tools.megatron.fsdp_dtensor.read import SmallValues
 from ckpt_tools.megatron.huggingface.vision.towers import TEXT, changed_record
 from ckpt_tools.megatron.huggingface.vision.vision_language import VISION
@@ -207,7 +206,7 @@ def _parts(
 def choose_cut(opened: Opened, layers: str, block: str | None) -> Cut:
     """The layers to keep, from `start:stop` as Python counts."""
     kind = opened.location.kind
-    counts = layer_counts(FORMATS[kind].weights(opened.catalog).shapes)
+    counts = layer_counts(opened.format.weights(opened.catalog).shapes)
     blocks = {name: n for name, n in counts.items() if ".mtp." not in f".{name}"}
     if block is None:
         block = "decoder.layers." if "decoder.layers." in blocks else next(iter(blocks), "")

@@ -18,11 +18,8 @@ from ckpt_tools.commands.job.conversion import (
     Conversion,
     EditOptions,
     Progress,
-    Writer,
-    convert,
     like_to_like,
     not_compared,
-    open_source,
     with_note,
 )
 from ckpt_tools.commands.job.opened import Opened
@@ -36,7 +33,6 @@ from ckpt_tools.formats.storage.files import AnyPath, path_text
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
 from ckpt_tools.formats.torch_archive.object_writer import dump_archive
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
-from ckpt_tools.megatron.format import FORMATS
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, parameter_of
 from ckpt_tools.megatron.run_state.common_state import COMMON_FILE
@@ -86,17 +82,17 @@ def strip_checkpoint(
     def place(source: str, location: Location, output: str, options: EditOptions) -> Output:
         return like_to_like(source, begun_at(location, settings), output, options)
 
-    def plan(opened: Opened, _options: EditOptions, _world: int) -> Conversion:
+    def plan(opened: Opened) -> Conversion:
         _check_request(opened, dtype, settings)
         return plan_fresh(opened, settings)
 
-    return convert(source, output, Writer(open_source, place, plan), options, progress, options.dry_run)
+    return edit(source, output, plan, options, progress, place=place)
 
 
 def _plan(opened: Opened, dtype: str | None, check_masters: CheckLevel, write: WriteOptions) -> Conversion:
     _check_request(opened, dtype, None)
     catalog = opened.catalog
-    kept = FORMATS[opened.location.kind].without_optimizer(catalog)
+    kept = opened.format.without_optimizer(catalog)
     removed = [key for key in (*catalog.tensors, *catalog.objects) if key not in kept]
     common = _stripped_common(opened.common.values)
     if opened.common.source in ("common.pt", "common_state"):
@@ -166,7 +162,7 @@ def _check_request(opened: Opened, dtype: str | None, fresh: TargetOptions | Non
         return
     if dtype not in CASTABLE:
         raise UsageError(f"--dtype {dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
-    if kind != "fsdp_dtensor":
+    if not opened.format.masters_in_place:
         raise UsageError(
             f"--dtype {dtype}: {path} is {kind}, whose weights have the element type of the job already; "
             "`convert` and `export-hf` cast on the way to another format"

@@ -11,11 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpt_tools.errors import (
-    CkptError,
-    UnsupportedCheckpointError,
-    UsageError,
-)
+from ckpt_tools.errors import CkptError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.locate.owned_files import CARRIED, TEMPLATES, is_like
 from ckpt_tools.formats.locate.run_layouts import snapshot_of
 from ckpt_tools.formats.safetensors import (
@@ -28,8 +24,7 @@ from ckpt_tools.formats.safetensors import (
 from ckpt_tools.formats.storage.files import Files, path_in, read_whole
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.formats.untrusted_documents import DocumentError, parse_json
-from ckpt_tools.megatron.huggingface.families.families import FAMILIES
-from ckpt_tools.megatron.huggingface.families.rulefile import load_rule_file
+from ckpt_tools.megatron.huggingface.families.families import FAMILIES, load_rule_file
 from ckpt_tools.megatron.huggingface.mapping.rules import Family
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.dtypes import itemsize

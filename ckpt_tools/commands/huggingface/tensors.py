@@ -9,11 +9,7 @@ from math import prod
 
 import numpy as np
 
-from ckpt_tools.errors import (
-    MappingError,
-    UnsupportedCheckpointError,
-    list_problems,
-)
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.execute.move.read_box import BoxReader, read_proven
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.model.box import Box, full_box, split_axes

@@ -15,7 +15,8 @@ from ckpt_tools.formats.locate.detect import TRACKER, Location
 from ckpt_tools.formats.storage.files import Files, path_in
 from ckpt_tools.formats.torch_archive.item_reader import read_small_file
 from ckpt_tools.formats.torch_archive.object_writer import dump_archive
-from ckpt_tools.megatron.run_state.bridge import BRIDGE_FILES, LATEST_TRAIN_STATE, TRAIN_STATE
+from ckpt_tools.megatron.format import FORMATS
+from ckpt_tools.megatron.run_state.common_state import BRIDGE_FILES, LATEST_TRAIN_STATE, TRAIN_STATE
 from ckpt_tools.megatron.run_state.record import RECORD_FILE, TargetRecord, record_bytes
 from ckpt_tools.model.target import TargetObject
 
@@ -32,7 +33,7 @@ def choose_output(
     iteration. Without `tracker` the root's tracker stays as it is.
     """
     refuse_overlap(source, location, output)
-    is_run = location.kind in ("torch_dist", "fsdp_dtensor")
+    is_run = FORMATS[location.kind].is_run
     is_numbered = location.is_release or location.iteration is not None
     name = str(output_directory(output)).rstrip("/").rpartition("/")[2]
     if not is_root(source, location) and (not is_run or not is_numbered or _ITERATION.fullmatch(name)):

@@ -40,10 +40,14 @@ from ckpt_tools.credentials import hidden
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UsageError
 from ckpt_tools.execute.move.source_reader import SourceReader
 from ckpt_tools.execute.move.stream import Counters, Pump
-from ckpt_tools.execute.output.finished import has_files, same_small_parts
+from ckpt_tools.execute.output.checks import (
+    can_go_on,
+    has_files,
+    prove_uploaded,
+    replaced,
+    same_small_parts,
+)
 from ckpt_tools.execute.output.journal import check_unchanged, is_fingerprint
-from ckpt_tools.execute.output.opened_shards import prove_uploaded
-from ckpt_tools.execute.output.staging import can_go_on, replaced
 from ckpt_tools.execute.processes.team import even_shares
 from ckpt_tools.execute.processes.threads import WorkerThreads
 from ckpt_tools.execute.write_job import (
@@ -55,9 +59,8 @@ from ckpt_tools.execute.write_job import (
     SourceState,
     ThreadMemory,
     WriteJob,
-    WriteOptions,
 )
-from ckpt_tools.formats.storage.drivers import IN_FLIGHT, Begun, Part
+from ckpt_tools.formats.storage.drivers import IN_FLIGHT, Part, PartUpload
 from ckpt_tools.formats.storage.io_pool import pool
 from ckpt_tools.formats.storage.object_store import Retry, Store, no_bucket
 from ckpt_tools.formats.storage.open_files import open_files
@@ -203,23 +206,26 @@ class Uploads:
         left = iter(stretches)
 
         def upload(pump: Pump) -> None:
-            while (stretch := self._next(left)) is not None:
+            while True:
+                with self._lock:
+                    stretch = next(left, None)
+                if stretch is None:
+                    return
                 crew.check()
                 self._upload(pump, stretch, begun.get(stretch.file), memory)
 
         return crew.run(upload, watch, progress)
 
-    def _next(self, stretches: Iterator[Stretch]) -> Stretch | None:
-        with self._lock:
-            return next(stretches, None)
-
     def _upload(self, pump: Pump, stretch: Stretch, begun: str | None, memory: ThreadMemory) -> None:
         """Upload one stretch; begun anew when the store fails in a way that its driver cannot mend."""
         name = stretch.file
-        entries = _entries_in(self._entries[name], stretch)
+        first, last = (
+            bisect_left(self._entries[name], at, key=lambda one: one.offset) for at in stretch[1:3]
+        )
+        entries = self._entries[name][first:last]  # those that begin in it
         part_bytes = _part_bytes(stretch, memory)
         in_flight = max(1, min(IN_FLIGHT, memory.parts // part_bytes - 1))
-        place = None if begun is None else Begun(begun, stretch.first_part)
+        place = None if begun is None else PartUpload(begun, stretch.first_part)
 
         def upload(_timeout: float) -> list[Part]:
             self._marker.check()
@@ -288,12 +294,12 @@ def _cut(name: str, size: int, entries: Entries, wanted: int) -> list[Stretch]:
             bounds.append(offsets[at])
     if len(bounds) == 1:
         return [Stretch(name, 0, size)]
-    found, first = [], 1
+    cut, first = [], 1
     for start, stop in zip(bounds, [*bounds[1:], size], strict=True):
         parts = (stop - start) // least
-        found.append(Stretch(name, start, stop, first, parts))
+        cut.append(Stretch(name, start, stop, first, parts))
         first += parts
-    return found
+    return cut
 
 
 def _part_bytes(stretch: Stretch, memory: ThreadMemory) -> int:
@@ -305,17 +311,11 @@ def _part_bytes(stretch: Stretch, memory: ThreadMemory) -> int:
 
 def _entries_by_file(plan: Plan) -> dict[str, list[OutputItem | OutputBlob]]:
     """What stands in each file, in order."""
-    found: dict[str, list[OutputItem | OutputBlob]] = {name: [] for name in plan.file_bytes}
+    by_file: dict[str, list[OutputItem | OutputBlob]] = {name: [] for name in plan.file_bytes}
     entries: list[OutputItem | OutputBlob] = [*plan.items, *plan.blobs]
     for entry in sorted(entries, key=lambda entry: entry.offset):
-        found[entry.file].append(entry)
-    return found
-
-
-def _entries_in(entries: Entries, stretch: Stretch) -> Entries:
-    """Those of a file's entries that begin in a stretch."""
-    first, last = (bisect_left(entries, at, key=lambda one: one.offset) for at in stretch[1:3])
-    return entries[first:last]
+        by_file[entry.file].append(entry)
+    return by_file
 
 
 def _content(
@@ -348,7 +348,12 @@ class RemoteOutput:
     def __init__(self, job: WriteJob) -> None:
         """Raises: UsageError: the output cannot be opened or written at all; `--direct`."""
         self._job = job
-        self._final = self._store = open_store(job.output, job.options)
+        location = hidden(str(job.output.directory))
+        if job.options.direct:
+            raise UsageError(f"--direct is for files; {location} is in an object store. Leave it out.")
+        self._final = self._store = Store(str(job.output.directory))
+        if not self._store.root.strip("/"):
+            raise UsageError(f"{location} does not name a folder; choose another output.")
         self._marker = Marker(self._store)
         self.replaced: str | None = None
         self._state: SourceState = []
@@ -599,17 +604,6 @@ class RemoteOutput:
 
     def close(self) -> None:
         """A store holds nothing open."""
-
-
-def open_store(output: Output, options: WriteOptions) -> Store:
-    """The store of an output."""
-    if options.direct:
-        raise UsageError(f"--direct is for files; {output.directory} is in an object store. Leave it out.")
-    location = hidden(str(output.directory))
-    store = Store(str(output.directory))
-    if not store.root.strip("/"):
-        raise UsageError(f"{location} does not name a folder; choose another output.")
-    return store
 
 
 def look_at_old(store: Store, present: Mapping[str, int | None], plan: Plan, output: Output) -> str | None:

@@ -9,8 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ckpt_tools.errors import MappingError, UsageError, list_problems
-from ckpt_tools.megatron.fsdp_dtensor.parameters import StoredParameter, packed_projections, stored_parameters
+from ckpt_tools.errors import UsageError
+from ckpt_tools.megatron.fsdp_dtensor.parameters import (
+    StoredParameter,
+    fused_rows,
+    packed_projections,
+    stored_parameters,
+)
 from ckpt_tools.megatron.fsdp_dtensor.read import FsdpSource
 from ckpt_tools.megatron.keys import STEP, parameter_of, rng_key, role_of
 from ckpt_tools.megatron.run_state.record import Size
@@ -87,30 +92,20 @@ def _regrouped(source: FsdpSource, writer: int | None, tp: int) -> Iterator[tupl
         return
     if writer is None:
         raise UsageError(
-            f"{packed[0]}: its rows cannot be regrouped for tensor parallel size {tp}, as nothing tells for which "
-            "size they are: the checkpoint holds no rng states and no record of a conversion. Lay out the torch_dist "
-            "checkpoint that this one was made from instead"
+            f"{packed[0]}: its rows cannot be regrouped for tensor parallel size {tp}, as the size they "
+            "are for is unknown: the checkpoint holds no rng states and no record of a conversion. Lay out the "
+            "torch_dist checkpoint that this one was made from instead"
         )
-    stored = stored_parameters(source.tensors, writer, None)
     parts: dict[str, list[StoredParameter]] = {}
-    for part in stored:
+    for part in stored_parameters(source.tensors, writer, None):
         if part.cuts and "_down_proj." not in part.name:  # every rank has all of MLA's down-projection
             parts.setdefault(part.tensor.name, []).append(part)
-    problems = [
-        f"{part.name}: {part.shape[0]} rows do not divide by tensor parallel size {tp}"
-        for found in parts.values()
-        for part in found
-        if part.shape[0] % tp
-    ]
-    if problems:
-        raise MappingError(
-            "projections cannot be grouped by tensor-parallel rank:\n" + list_problems(problems), problems
-        )
-    for found in parts.values():
-        for kind, whole in found[0].tensor.values.items():
-            values = [part.value(kind) for part in found]
-            rows = [v.rows(v.shape[0] // tp * rank, v.shape[0] // tp) for rank in range(tp) for v in values]
-            yield whole.sources[0].key, concat(found[0].tensor.name, rows).sources
+    for name, of_tensor in parts.items():
+        runs = fused_rows(name, {part.name: part.shape[0] for part in of_tensor}, tp)
+        for kind, whole in of_tensor[0].tensor.values.items():
+            values = {part.name: part.value(kind) for part in of_tensor}
+            rows = [values[run.part].rows(run.start, run.count) for run in runs]
+            yield whole.sources[0].key, concat(name, rows).sources
 
 
 def _notes(regrouped: Mapping[str, object], writer: int | None, tp: int | None) -> Iterator[str]:

@@ -8,15 +8,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ckpt_tools.errors import MappingError, UsageError, list_problems
-from ckpt_tools.megatron.fsdp_dtensor.flatten import leaves
-from ckpt_tools.megatron.fsdp_dtensor.gating import GatingChoice, mark_gated
+from ckpt_tools.errors import MappingError, UsageError, raise_if
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
-from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter, live_parameters
+from ckpt_tools.megatron.fsdp_dtensor.parameters import (
+    GatingChoice,
+    LiveParameter,
+    live_parameters,
+    mark_gated,
+)
 from ckpt_tools.megatron.fsdp_dtensor.tensors import (
     Prefixes,
     backfill_groups,
     group_objects,
+    leaves,
     model_tensors,
     rng_items,
     roles_of,
@@ -37,7 +41,7 @@ from ckpt_tools.megatron.names import (
     dialect_for,
 )
 from ckpt_tools.megatron.param_groups import Membership, derive_memberships, merge_map, rules_from_args
-from ckpt_tools.megatron.run_state.bridge import ARGS_FROM_MODEL_CONFIG, args_from_model_config
+from ckpt_tools.megatron.run_state.common_state import ARGS_FROM_MODEL_CONFIG, args_from_model_config
 from ckpt_tools.megatron.run_state.record import Size
 from ckpt_tools.megatron.torch_dist.optimizers import (
     refuse_missing_states,
@@ -87,7 +91,6 @@ class FsdpTarget:
 
 
 def build_fsdp_target(model: Model, options: TargetOptions) -> FsdpTarget:
-    """Everything the `fsdp_dtensor` checkpoint of `model` must contain."""
     check_options(options)
     prefixes = Prefixes(options.model_prefix, options.state_prefix or state_prefix(model))
     optimizer = partial(_optimizer_part, model, options, prefixes)
@@ -123,7 +126,7 @@ def build_live_target(
         notes=(*unread_note(model), *model.notes, *notes, *vocab.notes, *optimizer.notes, *common.notes),
     )
     args = model.common.args or model.common.model_config
-    told = told_tokens(args)
+    tokens = told_tokens(args)
     return FsdpTarget(
         target,
         tuple(parameters),
@@ -132,7 +135,7 @@ def build_live_target(
         style,
         vocab,
         vocabulary(((p.name, p.shape) for p in parameters), args, options.vocab_size),
-        options.vocab_size or (told[0] if len(told) == 1 else None),
+        options.vocab_size or (tokens[0] if len(tokens) == 1 else None),
     )
 
 
@@ -164,8 +167,13 @@ def _optimizer_part(
     if trainable is None:
         return Part()
     if model.own_optimizer is not None:
-        dropped, reasons = _other_states(model, trainable)
-        return Part(dropped=dropped, notes=reasons)
+        kinds = told_kinds(trainable)
+        weights = "its masters" if MASTER in model.roles else "as stored"
+        note = (
+            f"no optimizer is written: {NOT_LOADED}, and the source's is {optimizer_name(model)}. The weights are "
+            f"{weights}; the job starts a new optimizer"
+        )
+        return Part(dropped=(f"optimizer states {kinds}: {NOT_LOADED}",) if kinds else (), notes=(note,))
     notes: list[str] = []
     if MASTER not in model.roles and any(p.dtype != "float32" for p in model.parameters):
         notes.append("the optimizer holds no fp32 masters: weights are written as rounded as they are stored")
@@ -217,22 +225,16 @@ def _choose_style(model: Model, options: TargetOptions) -> tuple[ModelStyle, lis
     """The facts of the model that names depend on, and a note for each that was assumed."""
     settings, notes = model.settings, []
     names = {p.name for p in model.parameters}
-    has_fused_norms = any(name.endswith((".linear_qkv.layer_norm_weight", ".linear_fc1.layer_norm_weight"))
-                          for name in names)  # fmt: skip
-    hybrid = settings.hybrid or is_hybrid(names)
-    if hybrid and options.layer_spec == "local":
-        raise MappingError(
-            "--layer-spec local: a HybridModel has Transformer Engine's layers whatever its args say"
-        )
     local = options.layer_spec == "local" if options.layer_spec else settings.local_norms
-    if hybrid:
-        local = False
-    if local is None:
-        local = False
-        if has_fused_norms:
-            notes.append(
-                "layer spec: no args name it; Transformer Engine's names are used (--layer-spec local)"
+    if settings.hybrid or is_hybrid(names):
+        if options.layer_spec == "local":
+            raise MappingError(
+                "--layer-spec local: a HybridModel has Transformer Engine's layers whatever its args say"
             )
+        local = False
+    fused_norms = (".linear_qkv.layer_norm_weight", ".linear_fc1.layer_norm_weight")
+    if local is None and any(name.endswith(fused_norms) for name in names):
+        notes.append("layer spec: no args name it; Transformer Engine's names are used (--layer-spec local)")
     grouped = options.experts == "grouped" if options.experts else settings.grouped_experts
     if grouped is None:
         if any(EXPERTS in name for name in names):
@@ -241,7 +243,7 @@ def _choose_style(model: Model, options: TargetOptions) -> tuple[ModelStyle, lis
                 "or in a module each; pass --experts grouped (--moe-grouped-gemm) or --experts sequential"
             )
         grouped = False
-    return ModelStyle(local, grouped, settings.fused_mla_down), notes
+    return ModelStyle(bool(local), grouped, settings.fused_mla_down), notes
 
 
 def _choose_parameters(
@@ -267,10 +269,7 @@ def _choose_parameters(
         problems.append(
             f"the args say num_layers = {model.settings.num_layers}, the weights have {found} layers"
         )
-    if problems:
-        raise MappingError(
-            "the weights contradict each other or the args:\n" + list_problems(problems), problems
-        )
+    raise_if(problems, MappingError, "the weights contradict each other or the args")
     return parameters
 
 
@@ -288,11 +287,11 @@ def _choose_vocab(model: Model, options: TargetOptions, parameters: list[LivePar
         raise UsageError(f"--vocab-size-padded {rows}: at least one row is needed")
     if options.vocab_size is not None and options.vocab_size < 1:
         raise UsageError(f"--vocab-size {options.vocab_size}: at least one token is needed")
-    told = max(told_tokens(model.common.args or model.common.model_config), default=None)
-    if options.vocab_size is not None or told is None or rows < told:
+    tokens = max(told_tokens(model.common.args or model.common.model_config), default=None)
+    if options.vocab_size is not None or tokens is None or rows < tokens:
         return resize_vocab(parameters, rows, options.vocab_size)
-    change = resize_vocab(parameters, rows, told)
-    return replace(change, notes=(*change.notes, f"vocabulary: {told} tokens, as the source's args tell"))
+    change = resize_vocab(parameters, rows, tokens)
+    return replace(change, notes=(*change.notes, f"vocabulary: {tokens} tokens, as the source's args tell"))
 
 
 def choose_memberships(
@@ -318,18 +317,6 @@ def writer_tp(model: Model) -> Size:
     return Size(model.settings.tp, "the source's args") if model.settings.tp else Size(1, "default")
 
 
-def _other_states(
-    model: Model, trainable: Sequence[LiveParameter]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What a report says of them: left out, and notes."""
-    kinds = told_kinds(trainable)
-    notes = (
-        f"no optimizer is written: {NOT_LOADED}, and the source's is {optimizer_name(model)}. The weights are "
-        f"{'its masters' if MASTER in model.roles else 'as stored'}; the job starts a new optimizer",
-    )
-    return (f"optimizer states {kinds}: {NOT_LOADED}",) if kinds else (), notes
-
-
 def optimizer_name(model: Model) -> str:
     """What the args call the optimizer, else the states that it keeps."""
     kinds = [role for role in model.roles if role != MASTER]
@@ -351,7 +338,6 @@ def told_kinds(trainable: Iterable[LiveParameter]) -> str:
 
 
 def _common_part(model: Model, options: TargetOptions, dialect: Dialect, tp: int) -> Part:
-    """Arguments, progress, scheduler and rng."""
     notes: list[str] = []
     values: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0}
     stored = model.common.values
@@ -388,13 +374,12 @@ def _common_part(model: Model, options: TargetOptions, dialect: Dialect, tp: int
             notes.append(
                 "the loss scaler is kept as optimizer.grad_scaler.*; Megatron-FSDP does not ask for it"
             )
-        if model.rng_missing:
-            raise MappingError(
-                "rng states of some ranks are missing, so training would not go on where it stopped. Leave all out "
-                "with --ignore-keys 'rng_state/*' and start the job with --no-load-rng:\n"
-                + list_problems(model.rng_missing),
-                model.rng_missing,
-            )
+        raise_if(
+            model.rng_missing,
+            MappingError,
+            "rng states of some ranks are missing, so training would not go on where it stopped. Leave all out "
+            "with --ignore-keys 'rng_state/*' and start the job with --no-load-rng",
+        )
         tensors, objects, rng_notes = rng_items(model.rng, tp)
         notes += rng_notes
     for name, value in values.items():

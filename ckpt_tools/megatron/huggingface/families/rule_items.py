@@ -28,7 +28,6 @@ NAMED = re.compile(r"<(\w*)>")
 
 @cache
 def pieces() -> RuleSource:
-    """The pieces of this package."""
     path = Path(__file__).with_name("pieces.yaml")
     return parse_rule_source(path.read_bytes(), path.name, ours=True)
 
@@ -66,7 +65,6 @@ class Names:
         self.used: set[str] = set()
 
     def fill(self, text: str, at: Place, problems: Problems) -> str:
-        """The text with all names replaced."""
 
         def value(match: re.Match[str]) -> str:
             name = match.group(1)
@@ -86,8 +84,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What the texts of a file's rules may say."""
-
     names: Names
     dimensions: tuple[str, ...]
     conditions: tuple[str, ...]
@@ -230,5 +226,4 @@ def in_mtp(rule: Rule, layer: str = "", mtp_layer: str = "") -> Rule:
 
 
 def has_mtp(rules: Iterable[Rule]) -> bool:
-    """Whether there are rules for prediction modules."""
     return any(rule.core.startswith(MTP) for rule in rules)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, list_problems
+from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, raise_if
 from ckpt_tools.megatron.keys import canonical_kind, state_key
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates, StateTensor
 from ckpt_tools.model.catalog import Catalog, TensorEntry
@@ -28,7 +28,7 @@ _EXPERT_WEIGHT = re.compile(r"^(?P<module>.*\bexperts\.experts\.)linear_fc(?P<fc
 def state_view(stored: Shape, weight: Shape, original: Shape | None, transposed: bool = False) -> View:
     """Steps from a state stored with shape `stored` to the shape of its weight.
 
-    `original` is what `mcore_data` notes for the key; without a note the shape of the weight stands in. A
+    `original` is what `mcore_data` notes for the key; without a note it is the shape of the weight. A
     state of the weight's own rank is stored as it is (1-D states before core 0.11, all states since 0.16).
     """
     shape = (*weight[:-2], weight[-1], weight[-2]) if transposed else weight
@@ -110,15 +110,14 @@ def refuse_encoded(entries: Iterable[TensorEntry]) -> None:
     known to have them, or scaled 8-bit states; neither is a value by itself.
     """
     encoded = [f"{e.key} is {e.dtype}" for e in entries if e.dtype not in _STATE_DTYPES]
-    if encoded:
-        raise UnsupportedCheckpointError(
-            "optimizer states are stored as the precision-aware optimizer encodes them (int16 is the low half of an "
-            "fp32 master), which cannot be read as numbers:\n"
-            f"{list_problems(encoded)}\n"
-            "Re-save without --use-precision-aware-optimizer, or with fp32 main parameters and states; "
-            "--weights-only converts the stored weights.",
-            encoded,
-        )
+    raise_if(
+        encoded,
+        UnsupportedCheckpointError,
+        "optimizer states are stored as the precision-aware optimizer encodes them (int16 is the low half of an "
+        "fp32 master), which cannot be read as numbers",
+        "Re-save without --use-precision-aware-optimizer, or with fp32 main parameters and states; "
+        "--weights-only converts the stored weights.",
+    )
 
 
 def model_space_states(
@@ -154,9 +153,6 @@ def model_space_states(
             problems.append(f"{key}: {error}")
             continue
         states[kind, weight_key] = StateTensor(entry.dtype, whole=Source(key, view))
-    if problems:
-        raise MappingError(
-            f"{len(problems)} optimizer states do not fit their weights:\n{list_problems(problems)}", problems
-        )
+    raise_if(problems, MappingError, f"{len(problems)} optimizer states do not fit their weights")
     kinds = order_kinds(kind for kind, _ in states)
     return OptimizerStates(layout, kinds, states, consumed=frozenset(entries))

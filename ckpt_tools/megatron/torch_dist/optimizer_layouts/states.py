@@ -82,7 +82,7 @@ class OptimizerStates:
     """Optimizer states by kind and by the key their weight has in the catalog.
 
     `kinds` are canonical: 'master' for the fp32 copy of a weight, others as stored (exp_avg, exp_avg_sq,
-    ...). Sources name tensors of the catalog or of `payloads`: tensors that stand inside stored
+    ...). Sources name tensors of the catalog or of `payloads`: tensors inside stored
     objects, whose chunks are raw byte ranges, and masters that are computed (`remainders`).
     """
 
@@ -94,16 +94,7 @@ class OptimizerStates:
 
     @property
     def has_made(self) -> bool:
-        """Whether masters are computed from what is stored."""
         return any(entry.made is not None for entry in self.payloads.values())
-
-    def has(self, kind: str, model_key: str) -> bool:
-        """Whether state `kind` of the weight `model_key` is stored."""
-        return (kind, model_key) in self.states
-
-    def dtype(self, kind: str, model_key: str) -> str:
-        """Stored element type of a state."""
-        return self._state(kind, model_key).dtype
 
     def sources(self, kind: str, model_key: str, lead: tuple[int, ...] = ()) -> tuple[Source, ...]:
         """Sources that tile one slice of a state.
@@ -111,13 +102,9 @@ class OptimizerStates:
         `lead` are the indices of the stacked leading axes (layer, then expert; () for none). The views
         end in the coordinates of the weight's global shape without those axes.
         """
-        found = self._state(kind, model_key).sources(lead)
-        if found is None:
-            raise MappingError(f"optimizer state {kind!r} of {model_key} is not stored for index {lead}")
-        return found
-
-    def _state(self, kind: str, model_key: str) -> StateTensor:
-        try:
-            return self.states[kind, model_key]
-        except KeyError:
-            raise MappingError(f"no optimizer state {kind!r} is stored for {model_key}") from None
+        state = self.states.get((kind, model_key))
+        sources = None if state is None else state.sources(lead)
+        if sources is None:
+            of_slice = f" at index {lead}" if lead else ""
+            raise MappingError(f"no optimizer state {kind!r} is stored for {model_key}{of_slice}")
+        return sources
