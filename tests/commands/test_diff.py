@@ -269,8 +269,7 @@ def test_a_round_trip_is_equal_by_keys(tmp_path, capsys):
     source, there, back = str(root_of(LLAMA)), str(tmp_path / "there"), str(tmp_path / "back")
     assert run(["convert", source, there]) == 0
     out = capsys.readouterr().out
-    assert "dropped" not in out
-    assert "  not part of fsdp_dtensor: Transformer Engine extra state (8 keys), rerun state (2 keys)" in out
+    assert "dropped" not in out and len(out.splitlines()) <= 8
     assert run(["convert", there, back, "--to", "torch_dist", "-q"]) == 0
     report = diff_checkpoints(source, back)
     assert report.by == "keys" and report.is_equal

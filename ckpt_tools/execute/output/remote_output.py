@@ -343,6 +343,7 @@ class RemoteOutput:
     """See `JobOutput`."""
 
     scratch: Path | None = None
+    data: Path | None = None
 
     def __init__(self, job: WriteJob) -> None:
         """Raises: UsageError: the output cannot be opened or written at all; `--direct`."""

@@ -66,14 +66,14 @@ def check_global(module: str, name: str, where: str) -> None:
         return
     if _ACTING.fullmatch(module) or _ACTING.fullmatch(f"{module}.{name}"):
         # In .metadata everything has its place and class, for which a placeholder cannot stand.
-        hint = "" if where.endswith(".metadata") else "; --trust-pickle reads it as an inert placeholder"
+        hint = "" if where.endswith(".metadata") else "; --unknown-classes reads it as an inert placeholder"
         raise HostileCheckpointError(
             f"{where}: the pickle names {module}.{name!r}, which no known checkpoint holds and which would run code. "
             f"Nothing was imported, and torch should not load it{hint}."
         )
     raise UnsupportedCheckpointError(
         f"{where}: the pickle names {module}.{name!r}, which no known checkpoint holds. Nothing was imported. If "
-        "you trust the file, --trust-pickle reads it as an inert placeholder."
+        "you need the rest, --unknown-classes reads it as an inert placeholder: nothing is executed."
     )
 
 
