@@ -36,7 +36,7 @@ from typing import Any, TypeAlias
 
 from ckpt_tools.errors import CkptError, MappingError, list_problems
 from ckpt_tools.megatron.huggingface.config.model_args import MAX_LAYERS, MAX_SIZE
-from ckpt_tools.megatron.huggingface.families.file_places import Problems, RuleSource, parse_rule_source
+from ckpt_tools.megatron.huggingface.families.file_places import RuleSource, parse_rule_source
 from ckpt_tools.megatron.huggingface.families.rule_items import Names, Words, read_rules
 from ckpt_tools.megatron.huggingface.mapping.rules import SMALLEST, Pair, Rule, pairs_of
 
@@ -75,16 +75,16 @@ def vision_language(model_type: str) -> VisionLanguage:
     source = _source(model_type)
     data = _whole(source)
     core, names = ({k: tuple(v) for k, v in data.get(key, {}).items()} for key in ("core_names", "names"))
-    problems = Problems()
+    top = source.top
     words = Words(
         Names({name: spelled[0] for name, spelled in (core | names).items()}),
         tuple(data.get("sizes", {})),
         tuple(data.get("conditions", {})),
         frozenset(data.get("layers", {})),
     )
-    rules = read_rules(data.get("rules", []), words, source.top / "rules", problems)
-    if problems:
-        raise CkptError(f"{FOLDER / model_type}.yaml:\n{list_problems(problems)}", problems)
+    rules = read_rules(data.get("rules", []), words, top / "rules")
+    if top.problems:
+        raise CkptError(f"{FOLDER / model_type}.yaml:\n{list_problems(top.problems)}", top.problems)
     return VisionLanguage(
         model_type,
         data["architecture"],
