@@ -495,7 +495,7 @@ WRONG = [
     ("'mtp.{n}.head.weight'", "head.weight", "'head.weight' is to have {n}", "hf: head.weight"),
     ("[{core: output_layer.weight", "[{core: output.weight", "'output.weight' is not embedding", "output.weight"),
     ("  - ends\n", "  - head\n", "no rule is that of embedding.word_embeddings.weight @ $.rules", "rules:"),
-    ("  - ends\n", "  - 3\n", "expected a mapping @ $.rules[0]", "- 3"),
+    ("  - ends\n", "  - 3\n", "expected a mapping or the name of a piece, found 3 @ $.rules[0]", "- 3"),
     ("[{core: output_layer", "[copies, {core: output_layer",
      "'copies' is not one of the pieces of copies; known are mtp", "[copies"),
 ]  # fmt: skip

@@ -71,9 +71,6 @@ def read_fields(
         found[one.hf] = (*found.get(one.hf, ()), one)
     own: set[str] = set()
     for part, place in parts_of(said, "fields", at):
-        if not isinstance(part, Mapping):
-            place.fault(f"expected a mapping of fields, found {part!r}")
-            continue
         for hf, setting in part.items():
             if hf in own and setting is not None:
                 (place / hf).fault(f"{hf} is said already; `{hf}: null` before this takes that back")
@@ -261,9 +258,6 @@ def _demands(
     """Values by name, with their places; of two pieces that demand one thing, both the same."""
     found: dict[str, Any] = {}
     for part, place in parts_of(data.get(kind, {}), kind, top / kind):
-        if not isinstance(part, Mapping):
-            place.fault(f"expected a mapping, found {part!r}")
-            continue
         for name, value in part.items():
             at = places[kind, name] = place / name
             wanted = _wanted(value, kind, name, at)
@@ -353,9 +347,6 @@ def _condition(name: str, value: Any, own: tuple[str, ...], at: Place) -> Condit
 def _copies(data: Mapping[str, Any], names: Names, at: Place) -> tuple[tuple[str, str], ...]:
     found = []
     for part, place in parts_of(data.get("copies", []), "copies", at):
-        if not isinstance(part, Mapping):
-            place.fault(f"expected a mapping of core and hf, found {part!r}")
-            continue
         unknown_keys(part, {"core", "hf"}, place)
         core, hf = (names.fill(typed(part, key, str, place), place / key) for key in ("core", "hf"))
         if core not in (EMBEDDING, HEAD):

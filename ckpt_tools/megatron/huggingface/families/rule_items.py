@@ -31,8 +31,10 @@ def pieces() -> RuleSource:
     return parse_rule_source(path.read_bytes(), path.name, ours=True)
 
 
-def parts_of(said: Any, kind: str, at: Place, inside: tuple[str, ...] = ()) -> Iterator[tuple[Any, Place]]:
-    """The parts of a list, with those of every piece that it names, in order; a mapping is a list of one.
+def parts_of(
+    said: Any, kind: str, at: Place, inside: tuple[str, ...] = ()
+) -> Iterator[tuple[Mapping[str, Any], Place]]:
+    """The mappings of a list, with those of every piece that it names, in order; a mapping is a list of one.
 
     `{when: [...], rules: [...]}` are rules under further conditions. `{module: {core: ..., hf: ...}, tensors: {...}}`
     are rules of tensors with equal names on both sides and their shapes, in files of this package.
@@ -50,8 +52,7 @@ def parts_of(said: Any, kind: str, at: Place, inside: tuple[str, ...] = ()) -> I
             unknown_keys(part, {"when", "rules"}, place)
             when = texts(part.get("when"), place / "when")
             for rule, where in parts_of(part["rules"], kind, place / "rules", inside):
-                own = texts(rule.get("when", []), where / "when") if isinstance(rule, Mapping) else ()
-                yield {**rule, "when": [*when, *own]} if isinstance(rule, Mapping) else rule, where
+                yield {**rule, "when": [*when, *texts(rule.get("when", []), where / "when")]}, where
         elif isinstance(part, Mapping) and "tensors" in part and at.source.name:
             module, when = part["module"], part.get("when", [])
             for name, shapes in part["tensors"].items():
@@ -65,8 +66,10 @@ def parts_of(said: Any, kind: str, at: Place, inside: tuple[str, ...] = ()) -> I
                         "when": when,
                     }
                     yield rule, place
-        elif not isinstance(part, str):
+        elif isinstance(part, Mapping):
             yield part, place
+        elif not isinstance(part, str):
+            place.fault(f"expected a mapping or the name of a piece, found {part!r}")
         elif part not in known:
             place.fault(f"{not_one_of(part, f'pieces of {kind}', list(known))}")
         elif part in inside:
@@ -129,9 +132,6 @@ def read_rules(said: Any, words: Words, at: Place) -> list[Rule]:
 
 
 def _rule(item: Any, words: Words, at: Place) -> Rule | None:
-    if not isinstance(item, Mapping):
-        at.fault("expected a mapping")
-        return None
     before = len(at.problems)
     unknown_keys(item, RULE_KEYS, at)
 
