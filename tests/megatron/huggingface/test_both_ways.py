@@ -101,7 +101,7 @@ def test_a_tiny_model_goes_both_ways(variant: str) -> None:
         assert not [name for name in found.args if name.startswith(("linear_", "mamba_", "hybrid_"))]
 
 
-BESIDE = "attention and MLP of a layer beside each other"
+BESIDE = "attention and MLP of a layer run in parallel"
 EXPECTED = "layer_types: expected full_attention or sliding_attention for each of"
 WINDOWS = ["full_attention", "sliding_attention"]
 STRANGE_KINDS: tuple[Any, ...] = (

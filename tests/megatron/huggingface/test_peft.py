@@ -588,5 +588,5 @@ def test_a_part_is_a_linear_where_its_rows_keep_their_order(
             made = peft_targets._part(adapter, pair, replace(SMALLEST, **settings))
             assert (made.module, made.rows, made.turned) == (part, rows, False)
             continue
-        with pytest.raises(MappingError, match="rows" if fits else "not a linear of its own"):
+        with pytest.raises(MappingError, match="rows" if fits else "not a separate linear"):
             peft_targets._part(adapter, pair, replace(SMALLEST, **settings))

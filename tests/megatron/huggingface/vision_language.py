@@ -37,7 +37,7 @@ INSIDE = ("language_model.model.", "visual.")
 
 
 def language_tensors(family: str, text: dict[str, Any], seed: int = 0) -> Arrays:
-    """The language model's tensors under the names of a model of its own."""
+    """The language model's tensors under the names of a separate model."""
     plain = {key: value for key, value in text.items() if key not in ("rope_scaling", "rope_parameters")}
     model, random = read_config(FAMILIES[family], plain), np.random.default_rng(seed)
     return {

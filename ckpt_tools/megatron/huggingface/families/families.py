@@ -2,11 +2,11 @@
 
 A whole family, where `fields` is a list:
 
-family: mymodel               # a name of its own; a known family of that name is replaced
+family: mymodel               # its name; a known family of that name is replaced
 architecture: MyForCausalLM
 model_type: my_model          # that of config.json (--hf-config, or the model to import), which chooses the family;
                               # without it: the name. `also_types: [...]`: further ones of the same class
-names: {mlp: feed_forward.}   # what `<mlp>` in the rules of pieces stands for (pieces.yaml has them all)
+names: {mlp: feed_forward.}   # what `<mlp>` in the rules of pieces means (pieces.yaml has them all)
 fields:                       # config.json's fields: names of pieces (pieces.yaml), and mappings of one's own
   - attention
   - ffn
@@ -34,7 +34,7 @@ rules:
     norm: true                # may be stored as weight - 1: `plus_one: true` says that the class computes 1 + weight
     dtype: float32            # kept whatever is asked
     fused: model.all          # a tensor of all experts, or another name, that readers accept in place of `hf`
-    plain: true               # a norm whose weight a class of 1 + weight takes as it is
+    plain: true               # a norm whose weight a class of 1 + weight takes unchanged
     parts: {z: mamba_inner, x: mamba_inner}  # with {p} in `core`: parameters that are one tensor, with the names of
                               # their rows; `shape` has the other sizes, `layout` is one of JOINED (layouts.py)
   - {when: [moe], rules: [moe_norm, router]}  # rules, those of pieces too, under one more condition

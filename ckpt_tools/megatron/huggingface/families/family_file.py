@@ -118,7 +118,7 @@ def _field(
     like = None if known is None else next((one for one in known(hf) if one.arg == setting), None)
     if known is not None and like is None and setting in TRANSLATED:
         others = ", ".join(sorted({one.hf for one in known(None) if one.arg == setting}))
-        at.fault(f"{setting} has a form of its own in config.json (`form`); known are {others}")
+        at.fault(f"{setting} has another form in config.json (`form`); known are {others}")
         return None
     made = like or Field(hf, setting)
     if form:
@@ -231,7 +231,7 @@ def _contradictions(
 ) -> list[str]:
     """What the file says of its fields against what it demands, and what no family can do without."""
     found = [
-        f"{name} is a field of its own, and has one value: one of both @ {at}"
+        f"{name} is a field of this file, and has one value (`fixed`): keep one of both @ {at}"
         for (kind, name), at in places.items()
         if kind == "fixed" and name in own
     ]
@@ -417,7 +417,7 @@ def _rules(
 
 
 def _inside_mtp(layers: list[Rule], there: list[Rule], *names: str) -> list[Rule]:
-    """The rules of decoder layers for the layer inside a prediction module, which has no rule of its own yet."""
+    """The rules of decoder layers for the layer inside a prediction module, which has no rule yet."""
     cores = {rule.core for rule in there}
     made = [in_mtp(rule, *names) for rule in layers if rule.core.startswith(LAYER)]
     return [rule for rule in made if rule.core not in cores]

@@ -56,7 +56,7 @@ def parse_rule_source(data: bytes | str, name: str = "", *, ours: bool = False) 
 
 
 def twice(source: RuleSource) -> Iterator[str]:
-    """Keys that stand twice in one mapping, of which YAML takes the last without a word."""
+    """Duplicate keys of one mapping, of which YAML silently takes the last."""
     waiting = [] if source.node is None else [source.node]
     seen: set[int] = set()
     while waiting:
@@ -75,7 +75,7 @@ def twice(source: RuleSource) -> Iterator[str]:
                 and one[0].value in keys[:number]
                 and one[0].value != "<<"
             ):
-                yield f"{one[0].value!r} stands twice in one mapping (line {one[0].start_mark.line + 1})"
+                yield f"{one[0].value!r} is twice in one mapping (line {one[0].start_mark.line + 1})"
             waiting += [one[1]] if pair else [one]
 
 
@@ -138,7 +138,7 @@ def unknown_keys(data: Mapping[str, Any], known: set[str], at: Place) -> None:
 
 
 def perhaps(value: object, known: Iterable[str], most: int = 3) -> str:
-    """What was perhaps meant by a word that is not one of `known`, with what each says where that is told, or ""."""
+    """What was perhaps meant by a word that is not one of `known`, with what each says if `known` says it, or ""."""
     said = known if isinstance(known, Mapping) else {}
     close = difflib.get_close_matches(str(value), list(known), n=most)
     near = [f"{one} ({said[one]})" if isinstance(said.get(one), str) else one for one in close]

@@ -81,7 +81,7 @@ def parts_of(
 
 
 class Names:
-    """What `<name>` stands for in a file's texts; `used` are those that were asked for."""
+    """What `<name>` means in a file's texts; `used` are those that were asked for."""
 
     def __init__(self, own: Mapping[str, str]) -> None:
         self.values: Mapping[str, str] = {**pieces().data["names"], **own}
