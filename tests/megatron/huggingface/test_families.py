@@ -174,7 +174,12 @@ def test_what_is_not_said_is_what_the_class_takes(name: str) -> None:
     must |= {"norm_topk_prob"} if name == "dots1" else set()
     said = {key: value for key, value in settings.items() if key in must}
     whole = transformers.AutoConfig.for_model(name, **said).to_dict()
-    given = {**said, "torch_dtype": whole.get("dtype"), **{key: whole[key] for key in must & whole.keys()}}
+    given = {
+        **said,
+        "model_type": name,
+        "torch_dtype": whole.get("dtype"),
+        **{key: whole[key] for key in must & whole.keys()},
+    }
     if name == "dots1":  # its own is refused
         given, whole = (one | {"n_shared_experts": 1} for one in (given, whole))
     ours, theirs = read_config(family, given), read_config(family, whole)
