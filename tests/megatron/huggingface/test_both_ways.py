@@ -18,8 +18,8 @@ from tests.megatron.huggingface.by_rules import (
     exported,
     imported,
     problems,
+    specs,
 )
-from tests.megatron.huggingface.materialise import specs
 from tests.megatron.huggingface.models import CONFIGS, LIKE, LLAMA3_ROPE, YARN, config_of, family_of
 from tests.megatron.huggingface.released import DENSE, HYBRIDS, LATENT_YARN, RELEASED
 

@@ -21,8 +21,7 @@ from ckpt_tools.megatron.huggingface.families.families import FAMILIES, Families
 from ckpt_tools.megatron.huggingface.mapping.checks import Spec
 from ckpt_tools.megatron.huggingface.mapping.targets import Exported, Imported, export_targets, import_targets
 from tests.conftest import REPO
-from tests.megatron.huggingface.by_rules import assert_same, exported
-from tests.megatron.huggingface.materialise import Arrays, materialise, specs
+from tests.megatron.huggingface.by_rules import Arrays, assert_same, exported, materialise, specs
 from tests.megatron.huggingface.models import (
     BASE,
     CONFIGS,

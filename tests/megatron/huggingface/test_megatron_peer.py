@@ -22,7 +22,7 @@ from ckpt_tools.megatron.huggingface.config.megatron_args import read_model_args
 from ckpt_tools.megatron.huggingface.mapping.rules import expand
 from ckpt_tools.megatron.huggingface.mapping.targets import export_targets
 from tests.conftest import REPO
-from tests.megatron.huggingface.materialise import materialise, specs
+from tests.megatron.huggingface.by_rules import materialise, specs
 from tests.megatron.huggingface.models import PLUS_ONE, SCRIPTED, compared_with_megatron, logits
 from tests.megatron.huggingface.test_families import Case, load, make_case
 

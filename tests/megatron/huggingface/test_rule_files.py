@@ -35,10 +35,11 @@ from tests.megatron.huggingface.by_rules import (
     directory,
     exported,
     imported,
+    materialise,
     problems,
+    specs,
 )
 from tests.megatron.huggingface.family_table import GIVEN, INSIDE, PAGE, classes, page
-from tests.megatron.huggingface.materialise import materialise, specs
 from tests.megatron.huggingface.models import CONFIGS, NOT_IN_MEGATRON, family_of, installed
 from tests.megatron.huggingface.released import GLM, HYBRIDS, RELEASED
 from tests.megatron.huggingface.vision_language import KINDS

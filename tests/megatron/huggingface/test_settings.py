@@ -40,8 +40,8 @@ from tests.megatron.huggingface.by_rules import (
     exported,
     imported,
     problems,
+    specs,
 )
-from tests.megatron.huggingface.materialise import specs
 from tests.megatron.huggingface.models import LLAMA3_ROPE, YARN, config_of
 from tests.megatron.huggingface.released import NEMOTRON_H, QWEN3_NEXT
 

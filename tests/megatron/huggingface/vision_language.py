@@ -14,7 +14,7 @@ from ckpt_tools.megatron.huggingface.config.config import read_config
 from ckpt_tools.megatron.huggingface.families.families import FAMILIES
 from ckpt_tools.megatron.huggingface.mapping.rules import expand
 from ckpt_tools.megatron.huggingface.vision.vision_language import tower_pairs, vision_language
-from tests.megatron.huggingface.materialise import Arrays
+from tests.megatron.huggingface.by_rules import Arrays
 from tests.megatron.huggingface.models import BASE, HEAD, MOE
 
 TEXT = {**BASE, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 1e6, "torch_dtype": "float32",
