@@ -227,4 +227,4 @@ def test_an_architecture_without_rules_goes_by_weights_beside_its_config(kind, s
     (hf / "model.safetensors").unlink()
     save_file({name: t for name, t in truth.items() if name != "frozen"}, hf / "model.safetensors")
     assert run([*words, "--overwrite"]) == 5
-    assert "the weights beside config.json knows of no frozen" in " ".join(capsys.readouterr().err.split())
+    assert "the weights next to config.json knows of no frozen" in " ".join(capsys.readouterr().err.split())

@@ -48,7 +48,7 @@ def test_imported_values_are_the_dequantized_ones(name: str, to: MegatronFormat,
     quantized = sum(key not in model.stored or model.stored[key].element_size() == 1 for key in model.plain)
     counts = [int(note.split()[0]) for note in done.notes if "tensors were dequantized from" in note]
     assert sum(counts) == quantized >= 4
-    assert all("cannot be told from the values again" in note for note in done.notes[: len(counts)])
+    assert all("cannot be recovered from the values" in note for note in done.notes[: len(counts)])
 
 
 def test_another_type_is_cast_from_the_dequantized_values(tmp_path: Path) -> None:

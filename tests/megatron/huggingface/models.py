@@ -6,35 +6,15 @@ from typing import Any
 
 from ckpt_tools.megatron.huggingface.families.families import FAMILIES
 
-BASE = {
-    "vocab_size": 97,
-    "hidden_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 37,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.1,
-}
+BASE = {"vocab_size": 97, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 37, "max_position_embeddings": 64,
+        "tie_word_embeddings": False, "initializer_range": 0.1}  # fmt: skip
 HEAD = {"head_dim": 10}
 MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 18}
-MLA = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 14,
-    "kv_lora_rank": 12,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 9,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 18,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "routed_scaling_factor": 1.0,
-}
+MLA = {"num_key_value_heads": 4, "q_lora_rank": 14, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+       "v_head_dim": 9, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 18,
+       "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+       "routed_scaling_factor": 1.0}  # fmt: skip
 GLM4_MOE = {
     **BASE,
     "head_dim": 12,
@@ -43,51 +23,24 @@ GLM4_MOE = {
 }
 DSA = {**BASE, **MLA, "rms_norm_eps": 1e-6, "index_topk": 7, "index_head_dim": 6, "index_n_heads": 3}
 SHARED_CHOICE = {"num_hidden_layers": 4, "indexer_types": ["full", "full", "shared", "full"]}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 8192}  # fmt: skip
 LINEAR = {**BASE, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 MLA_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}
 GPT_OSS = {
-    **BASE,
-    **HEAD,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "sliding_window": 8,
+    **BASE, **HEAD, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "rope_theta": 150000.0,
     "layer_types": ["sliding_attention", "full_attention"],
     "rope_scaling": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
-    "rope_theta": 150000.0,
-}
-DELTA_NET = {
-    "head_dim": 16,
-    "num_hidden_layers": 4,
-    "linear_conv_kernel_dim": 3,
-    "linear_key_head_dim": 5,
-    "linear_value_head_dim": 7,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-}
+}  # fmt: skip
+DELTA_NET = {"head_dim": 16, "num_hidden_layers": 4, "linear_conv_kernel_dim": 3, "linear_key_head_dim": 5,
+             "linear_value_head_dim": 7, "linear_num_key_heads": 2, "linear_num_value_heads": 6}  # fmt: skip
 NEMOTRON_H = {
-    **{key: value for key, value in BASE.items() if key != "num_hidden_layers"},
-    "head_dim": 10,
-    "hybrid_override_pattern": "M-*M",
-    "mamba_num_heads": 6,
-    "mamba_head_dim": 5,
-    "n_groups": 2,
-    "ssm_state_size": 7,
-}
-NEMOTRON_MOE = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 18,
-    "moe_shared_expert_intermediate_size": 22,
-    "routed_scaling_factor": 2.5,
-}
+    **{key: value for key, value in BASE.items() if key != "num_hidden_layers"}, "head_dim": 10,
+    "hybrid_override_pattern": "M-*M", "mamba_num_heads": 6, "mamba_head_dim": 5, "n_groups": 2, "ssm_state_size": 7,
+}  # fmt: skip
+NEMOTRON_MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 18,
+                "moe_shared_expert_intermediate_size": 22, "routed_scaling_factor": 2.5}  # fmt: skip
 FALCON_H1 = {
     "mamba_d_ssm": 30, "mamba_n_heads": 6, "mamba_d_head": 5, "mamba_n_groups": 2, "mamba_d_state": 7,
     "embedding_multiplier": 5.65, "lm_head_multiplier": 0.039, "key_multiplier": 0.39, "ssm_in_multiplier": 1.25,
@@ -246,15 +199,8 @@ PLUS_ONE = ("gemma", "qwen3_next", "qwen3_5")  # whose norms compute with 1 + we
 OTHERWISE_IN_4 = ("mamba2",)
 # The layers of Gemma 2 and 3, EXAONE 4 and Falcon-H1 are modules of Megatron-Bridge; only core 0.19 has layers that
 # share a choice of keys.
-NOT_IN_MEGATRON = (
-    "gemma2",
-    "gemma3",
-    "exaone4",
-    "exaone4_windows",
-    "falcon_h1",
-    "falcon_h1_norm",
-    "glm_moe_dsa_shared",
-)
+NOT_IN_MEGATRON = ("gemma2", "gemma3", "exaone4", "exaone4_windows", "falcon_h1", "falcon_h1_norm",
+                   "glm_moe_dsa_shared")  # fmt: skip
 # GPT-BigCode of transformers 4 is scripted by torch.jit when it is imported.
 SCRIPTED = "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
 

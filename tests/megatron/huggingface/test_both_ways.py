@@ -18,8 +18,8 @@ from tests.megatron.huggingface.by_rules import (
     exported,
     imported,
     problems,
+    specs,
 )
-from tests.megatron.huggingface.materialise import specs
 from tests.megatron.huggingface.models import CONFIGS, LIKE, LLAMA3_ROPE, YARN, config_of, family_of
 from tests.megatron.huggingface.released import DENSE, HYBRIDS, LATENT_YARN, RELEASED
 
@@ -101,7 +101,7 @@ def test_a_tiny_model_goes_both_ways(variant: str) -> None:
         assert not [name for name in found.args if name.startswith(("linear_", "mamba_", "hybrid_"))]
 
 
-BESIDE = "attention and MLP of a layer beside each other"
+BESIDE = "attention and MLP of a layer run in parallel"
 EXPECTED = "layer_types: expected full_attention or sliding_attention for each of"
 WINDOWS = ["full_attention", "sliding_attention"]
 STRANGE_KINDS: tuple[Any, ...] = (

@@ -21,8 +21,7 @@ from ckpt_tools.megatron.huggingface.families.families import FAMILIES, Families
 from ckpt_tools.megatron.huggingface.mapping.checks import Spec
 from ckpt_tools.megatron.huggingface.mapping.targets import Exported, Imported, export_targets, import_targets
 from tests.conftest import REPO
-from tests.megatron.huggingface.by_rules import assert_same, exported
-from tests.megatron.huggingface.materialise import Arrays, materialise, specs
+from tests.megatron.huggingface.by_rules import Arrays, assert_same, exported, materialise, specs
 from tests.megatron.huggingface.models import (
     BASE,
     CONFIGS,
@@ -118,27 +117,6 @@ def test_verify_knows_what_the_class_has(case: Case) -> None:
     check_names(case.directory)
 
 
-WITH_EXPERTS = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "dots1", "minimax_m2", "olmoe",
-                "exaone_moe", "hy_v3", "solar_open", "sarvam_moe", "sarvam_mla")  # fmt: skip
-
-
-@pytest.mark.parametrize("name", [name for name in WITH_EXPERTS if name in transformers.CONFIG_MAPPING])
-def test_experts_of_which_little_is_said_are_what_the_class_takes(name: str) -> None:
-    """The defaults of the fields are those of the class."""
-    family, (kind, settings) = FAMILIES[name], CONFIGS[name]
-    needed = (one for one in family.fields if one.default is REQUIRED)
-    must = {key for one in needed for key in (one.hf, one.also) if key is not None}
-    must |= {"num_key_value_heads"} | ({"norm_topk_prob"} if name == "dots1" else set())
-    said = {key: value for key, value in settings.items() if key in must}
-    whole = getattr(transformers, kind)(**said).to_dict()
-    told = {**said, "model_type": name, "torch_dtype": whole.get("dtype")}
-    told |= {key: whole[key] for key in ("max_position_embeddings", *must) if key in whole}
-    if name == "dots1":  # its own is refused
-        told, whole = (one | {"n_shared_experts": 1} for one in (told, whole))
-    ours, theirs = read_config(family, told), read_config(family, whole)
-    assert ours == replace(theirs, mtp_num_layers=0)  # transformers has no prediction layers
-
-
 def test_reference_config_agrees(case: Case) -> None:
     """The original config.json as a reference changes no tensor and no architecture field."""
     exported = export_targets(specs(case.megatron), case.imported.args, case.config)
@@ -170,23 +148,6 @@ def test_wrong_layouts_fail_the_same_comparison(name: str, wrong: Any, tmp_path:
     assert float((logits(model) - case.want).abs().max()) > 1e-2
 
 
-def test_fused_experts_are_read(tmp_path: Path) -> None:
-    """A directory saved with transformers 5's in-memory names (all experts in one tensor) is the same model."""
-    case = make_case("qwen3_moe", tmp_path / "original")
-    fused = {key: array for key, array in case.tensors.items() if ".experts." not in key}
-    for layer in range(2):
-        one = f"model.layers.{layer}.mlp.experts."
-        experts = [
-            {k: case.tensors[f"{one}{e}.{k}_proj.weight"] for k in ("gate", "up", "down")} for e in range(5)
-        ]
-        fused[one + "gate_up_proj"] = np.stack([np.concatenate([x["gate"], x["up"]]) for x in experts])
-        fused[one + "down_proj"] = np.stack([x["down"] for x in experts])
-    imported = import_targets(specs(fused), case.config, vocab_multiple=64)
-    found = materialise(imported.tensors, fused, source_shapes=imported.shapes)
-    assert found.keys() == case.megatron.keys()
-    assert all(found[key].tobytes() == case.megatron[key].tobytes() for key in found)
-
-
 LATENT = {key: MLA[key] for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
 MINIMAL = {**LATENT, "vocab_size": 97, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
            "intermediate_size": 37, "max_position_embeddings": 64, "n_embd": 24, "n_layer": 2, "n_head": 4,
@@ -196,16 +157,32 @@ MINIMAL = {**LATENT, "vocab_size": 97, "hidden_size": 24, "num_hidden_layers": 2
 DENSE = ("nemotron", "jais2", "persimmon", "arcee", "starcoder2", "gpt_neox", "gpt_bigcode", "stablelm", "glm",
          "helium", "ministral", "cwm", "youtu", "internlm3", "iquestcoder", "exaone", "exaone4",
          "falcon_h1")  # fmt: skip
+WITH_EXPERTS = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "dots1", "minimax_m2", "olmoe",
+                "exaone_moe", "hy_v3", "solar_open", "sarvam_moe", "sarvam_mla")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name in DENSE if name in transformers.CONFIG_MAPPING])
+@pytest.mark.parametrize("name", [n for n in (*DENSE, *WITH_EXPERTS) if n in transformers.CONFIG_MAPPING])
 def test_what_is_not_said_is_what_the_class_takes(name: str) -> None:
-    """The defaults of the fields are those of the class."""
-    family = FAMILIES[name]
-    names = {one.hf for one in family.fields if one.default is REQUIRED} | {"max_position_embeddings"}
-    said = {name: value for name, value in MINIMAL.items() if name in names | {"use_parallel_residual"}}
+    """The defaults of the fields are those of the class, all together."""
+    family, settings = FAMILIES[name], MINIMAL if name in DENSE else CONFIGS[name][1]
+    needed = [one for one in family.fields if one.default is REQUIRED]
+    must = {key for one in needed for key in (one.hf, one.also) if key is not None} | {
+        "max_position_embeddings"
+    }
+    must |= {"use_parallel_residual"} if name in DENSE else {"num_key_value_heads"}
+    must |= {"norm_topk_prob"} if name == "dots1" else set()
+    said = {key: value for key, value in settings.items() if key in must}
     whole = transformers.AutoConfig.for_model(name, **said).to_dict()
-    assert read_config(family, {**said, "torch_dtype": whole.get("dtype")}) == read_config(family, whole)
+    given = {
+        **said,
+        "model_type": name,
+        "torch_dtype": whole.get("dtype"),
+        **{key: whole[key] for key in must & whole.keys()},
+    }
+    if name == "dots1":  # its own is refused
+        given, whole = (one | {"n_shared_experts": 1} for one in (given, whole))
+    ours, theirs = read_config(family, given), read_config(family, whole)
+    assert ours == replace(theirs, mtp_num_layers=0)  # transformers has no prediction layers
 
 
 def test_a_family_by_a_rule_file_alone(tmp_path: Path) -> None:

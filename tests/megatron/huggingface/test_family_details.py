@@ -15,8 +15,15 @@ from ckpt_tools.megatron.huggingface.families.identify import family_of_config
 from ckpt_tools.megatron.huggingface.mapping.targets import export_targets, import_targets
 from ckpt_tools.megatron.huggingface.quantization.block_fp8 import LINEAR, BlockFp8, quantized_tensors
 from ckpt_tools.model.catalog import Catalog
-from tests.megatron.huggingface.by_rules import LLAMA, assert_same, directory, exported, imported, problems
-from tests.megatron.huggingface.materialise import specs
+from tests.megatron.huggingface.by_rules import (
+    LLAMA,
+    assert_same,
+    directory,
+    exported,
+    imported,
+    problems,
+    specs,
+)
 from tests.megatron.huggingface.models import YARN, config_of
 from tests.megatron.huggingface.released import DENSE, HYBRIDS, LATENT_YARN, POPULAR, SPARSE
 

@@ -14,7 +14,7 @@ from ckpt_tools.megatron.huggingface.config.model_args import ModelArgs
 from ckpt_tools.megatron.huggingface.mapping.layouts import JOINED, LAYOUTS, Layout, stack
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.model.views import Source
-from tests.megatron.huggingface.materialise import materialise
+from tests.megatron.huggingface.by_rules import materialise
 
 
 def model(heads: int = 4, groups: int = 2, dim: int = 6, **rest: Any) -> ModelArgs:

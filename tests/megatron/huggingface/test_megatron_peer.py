@@ -22,7 +22,7 @@ from ckpt_tools.megatron.huggingface.config.megatron_args import read_model_args
 from ckpt_tools.megatron.huggingface.mapping.rules import expand
 from ckpt_tools.megatron.huggingface.mapping.targets import export_targets
 from tests.conftest import REPO
-from tests.megatron.huggingface.materialise import materialise, specs
+from tests.megatron.huggingface.by_rules import materialise, specs
 from tests.megatron.huggingface.models import PLUS_ONE, SCRIPTED, compared_with_megatron, logits
 from tests.megatron.huggingface.test_families import Case, load, make_case
 
@@ -67,10 +67,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Case], Pat
     inputs = {name: (case.megatron, case.imported.args) for name, case in cases.items()}
     inputs["naive_qkv"] = ({**wrong.megatron, **naive_qkv(wrong)}, wrong.imported.args)
     for name in INTERLEAVED:
-        inputs[f"{name}_in_pairs"] = (
-            cases[name].megatron,
-            {**cases[name].imported.args, "rotary_interleaved": True},
-        )
+        in_pairs = {**cases[name].imported.args, "rotary_interleaved": True}
+        inputs[f"{name}_in_pairs"] = (cases[name].megatron, in_pairs)
     if sparse := cases.get("glm_moe_dsa"):
         other = {"dsa_indexer_rope_interleaved": False}
         inputs["other_rotation"] = (sparse.megatron, {**sparse.imported.args, **other})
@@ -80,18 +78,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Case], Pat
     for name, (parameters, args) in inputs.items():
         np.savez(folder / f"{name}.npz", **parameters)  # type: ignore[arg-type]
         (folder / f"{name}.json").write_text(json.dumps(dict(args)))
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "tests.megatron.huggingface.megatron_logits",
-        str(folder),
-    ]
+    words = "-W ignore -m tests.megatron.huggingface.megatron_logits"
+    env = {**os.environ, "PYTHONPATH": f"{MCORE}:{EINOPS}"}
     done = subprocess.run(
-        command,
+        [sys.executable, *words.split(), str(folder)],
         cwd=REPO,
-        env={**os.environ, "PYTHONPATH": f"{MCORE}:{EINOPS}"},
+        env=env,
         capture_output=True,
         text=True,
         check=False,
@@ -160,10 +152,8 @@ def test_keys_are_those_megatron_writes(name: str, runs: tuple[dict[str, Case], 
     case = cases[name]
     pairs = expand(case.exported.family, read_model_args(case.imported.args))
     for pair in pairs:
-        spellings = {stacked(one) for core in pair.core for one in (core, *pair.also)}
-        spellings |= {
-            re.sub(r"(?<=experts\.)\d+\.", "", one) for core in pair.core for one in (core, *pair.also)
-        }
+        names = [one for core in pair.core for one in (core, *pair.also)]
+        spellings = {*map(stacked, names), *(re.sub(r"(?<=experts\.)\d+\.", "", one) for one in names)}
         assert spellings & written, (pair.core, sorted(written))
     known = {stacked(one) for pair in pairs for core in pair.core for one in (core, *pair.also)}
     assert {stacked(key) for key in written} <= known

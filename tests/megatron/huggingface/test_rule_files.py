@@ -35,10 +35,11 @@ from tests.megatron.huggingface.by_rules import (
     directory,
     exported,
     imported,
+    materialise,
     problems,
+    specs,
 )
 from tests.megatron.huggingface.family_table import GIVEN, INSIDE, PAGE, classes, page
-from tests.megatron.huggingface.materialise import materialise, specs
 from tests.megatron.huggingface.models import CONFIGS, NOT_IN_MEGATRON, family_of, installed
 from tests.megatron.huggingface.released import GLM, HYBRIDS, RELEASED
 from tests.megatron.huggingface.vision_language import KINDS
@@ -436,7 +437,7 @@ WRONG = [
     ("architecture: LettersForCausalLM\n", "", "missing @ $.architecture", "family: letters"),
     ("mtp: true", "mtp: true\nmtb: true", "unknown key; did you mean mtp? @ $.mtb", "mtb"),
     ("mtp: true", "mtp: yes please", "expected bool, found 'yes please' @ $.mtp", "mtp: yes"),
-    ("mtp: true", "mtp: true\nmtp: false", "'mtp' stands twice in one mapping", "mtp: false"),
+    ("mtp: true", "mtp: true\nmtp: false", "'mtp' is twice in one mapping", "mtp: false"),
     ("  - mlp\n", "  - {when: [dense], rules: [mlp], core: x}\n", "unknown key @ $.rules[1].core", "core: x"),
     ("  - mlp\n", "  - {when: [dence], rules: [mlp]}\n", "'dence' is not one of the conditions; did you mean dense",
      None),
@@ -475,7 +476,7 @@ WRONG = [
      "unknown setting; did you mean q_lora_rank or kv_lora_rank? @ $.needs[3].low_rank", "needs:"),
     ("no_qk_norm,", "no_qk_norm, qk_norm,", "qk_layernorm is False already @ pieces.yaml $.needs.qk_norm", None),
     ("one_of: [soft, hard]", "one_of: soft", "one_of is a list of several values @ $.fixed[1].gate", "one_of: soft"),
-    ("{gate:", "{low_rank: 3, gate:", "low_rank is a field of its own, and has one value: one of both", "fixed:"),
+    ("{gate:", "{low_rank: 3, gate:", "low_rank is a field of this file, and has one value", "fixed:"),
     ("mtp_num_layers, default: 0}", "mtp_num_layers, default: 0, form: fload}",
      "'fload' is not one of the forms; did you mean float (the same number, written as a float)", "fload"),
     ("default: 3}", "default: 3, default_by: heads}", "default and default_by are two defaults", "by: heads"),
@@ -495,7 +496,7 @@ WRONG = [
     ("'mtp.{n}.head.weight'", "head.weight", "'head.weight' is to have {n}", "hf: head.weight"),
     ("[{core: output_layer.weight", "[{core: output.weight", "'output.weight' is not embedding", "output.weight"),
     ("  - ends\n", "  - head\n", "no rule is that of embedding.word_embeddings.weight @ $.rules", "rules:"),
-    ("  - ends\n", "  - 3\n", "expected a mapping @ $.rules[0]", "- 3"),
+    ("  - ends\n", "  - 3\n", "expected a mapping or the name of a piece, found 3 @ $.rules[0]", "- 3"),
     ("[{core: output_layer", "[copies, {core: output_layer",
      "'copies' is not one of the pieces of copies; known are mtp", "[copies"),
 ]  # fmt: skip

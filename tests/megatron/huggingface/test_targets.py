@@ -23,9 +23,10 @@ from tests.megatron.huggingface.by_rules import (
     directory,
     exported,
     imported,
+    materialise,
     problems,
+    specs,
 )
-from tests.megatron.huggingface.materialise import materialise, specs
 from tests.megatron.huggingface.models import config_of
 from tests.megatron.huggingface.released import GLM
 

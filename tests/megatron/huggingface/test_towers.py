@@ -15,31 +15,22 @@ from ckpt_tools.megatron.huggingface.mapping.rules import SMALLEST
 from ckpt_tools.megatron.huggingface.vision.towers import language_tower, whole_config
 
 RELEASED: dict[str, Any] = {
-    "model_type": "gemma3",
-    "torch_dtype": "bfloat16",
+    "model_type": "gemma3", "torch_dtype": "bfloat16", "vision_config": {"model_type": "siglip_vision_model"},
     "text_config": {
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
-        "model_type": "gemma3_text",
-        "num_hidden_layers": 34,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-        "sliding_window": 1024,
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
     },
-    "vision_config": {"model_type": "siglip_vision_model"},
-}
-NAMES = {"language_model.model.embed_tokens.weight": Spec("bfloat16", (262208, 2560))}
+}  # fmt: skip
+EMBEDDING = Spec("bfloat16", (262208, 2560))
+NAMES = {"language_model.model.embed_tokens.weight": EMBEDDING}
 
 
 def test_a_text_config_of_few_fields_is_the_model_that_its_class_makes_of_it() -> None:
     """Gemma 3 of 4B parameters leaves out what its class has anyway; so does what an export writes back."""
     tower = language_tower(RELEASED, NAMES)
     model = read_config(FAMILIES["gemma3"], tower.config)
-    assert (model.vocab_size, model.num_layers, model.num_attention_heads, model.num_query_groups) == (
-        262208,
-        34,
-        8,
-        4,
-    )
+    sizes = (model.vocab_size, model.num_layers, model.num_attention_heads, model.num_query_groups)
+    assert sizes == (262208, 34, 8, 4)
     assert (model.kv_channels, model.sliding_window, model.query_pre_attn_scalar) == (256, 1024, 256)
     assert (model.tied, model.params_dtype) == (True, "bfloat16")
     assert model.rope_scaling == ({"rope_type": "linear", "factor": 8.0},)
@@ -68,17 +59,12 @@ def test_a_head_is_the_embedding_where_nothing_denies_it(
     config = {**RELEASED, "text_config": {**RELEASED["text_config"]}}
     for place, value in said.items():
         (config if place == "outer" else config["text_config"])["tie_word_embeddings"] = value
-    names = {
-        **NAMES,
-        **({"language_model.lm_head.weight": Spec("bfloat16", (262208, 2560))} if has_head else {}),
-    }
+    names = {**NAMES, **({"language_model.lm_head.weight": EMBEDDING} if has_head else {})}
     if (outer, inner, has_head) == (False, True, False):
         with pytest.raises(MappingError, match="false, and true in text_config"):
             language_tower(config, names)
         return
-    values = set(said.values())
-    expected = (
-        values == {True} if has_head else True in values or not values
-    )  # its class ties where none says it
+    values = set(said.values())  # its class ties where none says it
+    expected = values == {True} if has_head else True in values or not values
     model = read_config(FAMILIES["gemma3"], language_tower(config, names).config)
     assert model.tied is expected

@@ -14,7 +14,7 @@ from ckpt_tools.megatron.huggingface.config.config import read_config
 from ckpt_tools.megatron.huggingface.families.families import FAMILIES
 from ckpt_tools.megatron.huggingface.mapping.rules import expand
 from ckpt_tools.megatron.huggingface.vision.vision_language import tower_pairs, vision_language
-from tests.megatron.huggingface.materialise import Arrays
+from tests.megatron.huggingface.by_rules import Arrays
 from tests.megatron.huggingface.models import BASE, HEAD, MOE
 
 TEXT = {**BASE, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 1e6, "torch_dtype": "float32",
@@ -37,7 +37,7 @@ INSIDE = ("language_model.model.", "visual.")
 
 
 def language_tensors(family: str, text: dict[str, Any], seed: int = 0) -> Arrays:
-    """The language model's tensors under the names of a model of its own."""
+    """The language model's tensors under the names of a separate model."""
     plain = {key: value for key, value in text.items() if key not in ("rope_scaling", "rope_parameters")}
     model, random = read_config(FAMILIES[family], plain), np.random.default_rng(seed)
     return {

@@ -110,9 +110,9 @@ def read_gelu(name: str, config: Config) -> str:
 
 
 def read_sequential(parallel: Any, config: Config) -> int:
-    """Of a class whose layers have attention and MLP beside each other unless told."""
+    """Of a class whose layers run attention and MLP in parallel by default."""
     if parallel:
-        raise MappingError("attention and MLP of a layer beside each other; Megatron has one after the other")
+        raise MappingError("attention and MLP of a layer run in parallel; Megatron runs one after the other")
     return int(config["num_hidden_layers"])
 
 
@@ -146,7 +146,7 @@ def read_scaled(scaling: Any, config: Config) -> tuple[Any, ...]:
 
 
 def read_sarvam_rope(scaling: Any, config: Config) -> tuple[Any, ...]:
-    """Sarvam's release has a name of its own for YaRN."""
+    """Sarvam's release has another name for YaRN."""
     if isinstance(scaling, Mapping) and "deepseek_yarn" in (scaling.get("type"), scaling.get("rope_type")):
         scaling = {key: value for key, value in scaling.items() if key != "type"} | {"rope_type": "yarn"}
     return read_rope(scaling, config)
@@ -171,7 +171,7 @@ def rotary_factor(config: Config) -> float:
     return read_rotary_dim(config.get("rotary_dim"), config)
 
 
-ROPE_NUMBERS = ("rope_theta", "partial_rotary_factor")  # beside a scaling, in `rope_parameters`
+ROPE_NUMBERS = ("rope_theta", "partial_rotary_factor")  # besides a scaling, in `rope_parameters`
 
 
 def _in_rope(rope: Config, name: str) -> Any:
@@ -325,9 +325,9 @@ def leading_dense(config: Config) -> list[str]:
 
 def read_mlp_types(types: Any, config: Config) -> tuple[int, ...]:
     found = of_words(leading_dense(config) if types is None else types, MLPS, config)
-    told = config.get("is_moe_layer")  # of K-EXAONE's release; no class reads it
-    if told is not None and [int(one) for one in told] != list(found):
-        raise MappingError(f"is_moe_layer says {str(told)[:60]}")
+    released = config.get("is_moe_layer")  # of K-EXAONE's release; no class reads it
+    if released is not None and [int(one) for one in released] != list(found):
+        raise MappingError(f"is_moe_layer says {str(released)[:60]}")
     return found
 
 
@@ -337,7 +337,7 @@ EIGHT_GROUPS = (
     "deepseek_v32",
     "bailing_moe_v2",
     "bailing_moe",
-)  # where none are told
+)  # groups of experts where config.json has no n_group
 INDEXERS = {"shared": 0, "full": 1}
 LETTERS = {"S": "shared", "F": "full"}
 # Each layer's word in transformers 5.24, and in configs from before it.
@@ -377,8 +377,8 @@ def read_greedy(method: str, config: Config) -> int | None:
 
 def read_group_topk(value: int | None, config: Config) -> int | None:
     """One group of several is a choice; one of one leaves nothing to choose."""
-    told = "n_group" in config or config.get("model_type") in EIGHT_GROUPS
-    only = config.get("n_group", 8) in (None, 1) if told else value == 1
+    has_groups = "n_group" in config or config.get("model_type") in EIGHT_GROUPS
+    only = config.get("n_group", 8) in (None, 1) if has_groups else value == 1
     if value == 0:
         raise MappingError("of 0 groups no expert can be chosen")
     return None if only else value
@@ -460,20 +460,20 @@ BLOCKS = {
 
 def pattern_of(config: Config) -> str:
     """The pattern of a Nemotron-H: a text of the released models, a list of kinds of transformers 5."""
-    told = config.get("hybrid_override_pattern")
-    if told is None:
-        told = config.get("layers_block_type")
-    if isinstance(told, list | tuple):
-        strange = [kind for kind in told if not isinstance(kind, str) or kind not in BLOCKS]
+    pattern = config.get("hybrid_override_pattern")
+    if pattern is None:
+        pattern = config.get("layers_block_type")
+    if isinstance(pattern, list | tuple):
+        strange = [kind for kind in pattern if not isinstance(kind, str) or kind not in BLOCKS]
         if strange:
             raise MappingError(f"{str(strange[0])[:60]!r} is not one of {', '.join(BLOCKS)}")
-        return "".join(BLOCKS[kind] for kind in told)
-    if not isinstance(told, str):
-        raise MappingError(f"expected a letter for each layer, found {str(told)[:60]!r}")
-    return hybrid_pattern(told)
+        return "".join(BLOCKS[kind] for kind in pattern)
+    if not isinstance(pattern, str):
+        raise MappingError(f"expected a letter for each layer, found {str(pattern)[:60]!r}")
+    return hybrid_pattern(pattern)
 
 
-def read_pattern(told: Any, config: Config) -> str:
+def read_pattern(said: Any, config: Config) -> str:
     pattern, layers = pattern_of(config), config.get("num_hidden_layers")
     if layers is not None and layers != len(pattern):
         raise MappingError(f"it names {len(pattern)} layers, num_hidden_layers is {layers}")
@@ -516,8 +516,8 @@ def read_inner(size: Any, config: Config) -> int:
 
 def inner_size(config: Config) -> int:
     """`mamba_d_ssm`, or where that is null `mamba_expand` times the hidden size."""
-    told = config["mamba_d_ssm"]
-    return int(config.get("mamba_expand", 2) * config["hidden_size"]) if told is None else int(told)
+    size = config["mamba_d_ssm"]
+    return int(config.get("mamba_expand", 2) * config["hidden_size"]) if size is None else int(size)
 
 
 REQUIRED: Final = object()
@@ -528,7 +528,7 @@ class Field:
     """config.json's `hf` is `ModelArgs.arg`; `write` and `read` translate the value.
 
     `default` is what the transformers class takes when the key is absent: a value, or a function of the config.
-    `wins` says whose value stands where checkpoint and reference config differ; "" refuses, and so does "either"
+    `wins` says whose value is taken where checkpoint and reference config differ; "" refuses, and so does "either"
     unless one of them does not know (None). `also` is another spelling of `hf` that readers accept.
     """
 
@@ -646,7 +646,7 @@ FORMS: dict[str, Form] = {
         read=lambda size, config: size or 4 * int(config["n_embd"]),
     ),
     "sequential": Form(
-        "false, of a class whose attention and MLP stand beside each other unless told",
+        "false, of a class whose attention and MLP run in parallel by default",
         lambda layers, model: False,
         read_sequential,
     ),
@@ -727,7 +727,7 @@ FORMS: dict[str, Form] = {
         lambda layers, config: "M" * layers,
     ),
     "parallel_layers": Form(
-        "the number of layers, which all have Mamba beside attention",
+        "the number of layers, which all have Mamba and attention",
         lambda pattern, model: len(pattern),
         lambda layers, config: "P" * layers,  # Falcon-H1; an MLP is behind both
     ),

@@ -193,7 +193,7 @@ def _rope_fields(rope: Config) -> dict[str, Any]:
             raise MappingError(f"Megatron has no scaling for layers with a window: {dict(local)}")
     if "rope_theta" in rope:
         said["rope_theta"] = rope["rope_theta"]
-    if rope.get("partial_rotary_factor") is not None:  # 1 too: some classes rotate a part unless told
+    if rope.get("partial_rotary_factor") is not None:  # 1 too: some classes rotate a part by default
         said["partial_rotary_factor"] = rope["partial_rotary_factor"]
     scaling = {k: v for k, v in rope.items() if k not in ROPE_NUMBERS}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -202,7 +202,7 @@ def _rope_fields(rope: Config) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A `rope_scaling` without what says nothing: other names of its type, empty values, a base beside it."""
+    """A `rope_scaling` without what says nothing: other names of its type, empty values, a base."""
     if not isinstance(value, Mapping):
         return value
     kind = value.get("rope_type", value.get("type", "default"))

@@ -122,16 +122,16 @@ def _pattern(values: object, layers: int, name: str) -> tuple[int, ...]:
     return tuple(int(value) for value in pattern)
 
 
-def hybrid_pattern(told: object) -> str:
+def hybrid_pattern(said: object) -> str:
     """The kind of each layer of the decoder, from Megatron's pattern.
 
-    Bars cut it for pipelines. What stands behind a slash is the pattern of a prediction layer.
+    Bars cut it for pipelines. What follows a slash is the pattern of a prediction layer.
     """
-    pattern = "".join(str(told).partition("/")[0].replace("|", "").split())
+    pattern = "".join(str(said).partition("/")[0].replace("|", "").split())
     strange = sorted(set(pattern) - set(KINDS))
     if strange:
         raise MappingError(
-            f"hybrid pattern {str(told)[:60]!r}: {', '.join(map(repr, strange))} is not one of {', '.join(KINDS)}"
+            f"hybrid pattern {str(said)[:60]!r}: {', '.join(map(repr, strange))} is not one of {', '.join(KINDS)}"
         )
     return pattern
 

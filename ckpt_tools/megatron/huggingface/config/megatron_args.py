@@ -332,9 +332,13 @@ def _delta_nets(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mamba(args: Mapping[str, Any]) -> dict[str, Any]:
-    told = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
+    layers = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
     pattern = (
-        hybrid_pattern(told) if told else "P" * args["num_layers"] if args.get("falconh1_ratio") == 1 else ""
+        hybrid_pattern(layers)
+        if layers
+        else "P" * args["num_layers"]
+        if args.get("falconh1_ratio") == 1
+        else ""
     )
     if not pattern:
         return {}
@@ -388,7 +392,7 @@ def _sparse_attention_args(model: ModelArgs) -> dict[str, Any]:
         VARIANT: SPARSE,
         "dsa_indexer_topk_freq": freq,
         "dsa_indexer_skip_topk_offset": offset,
-        "dsa_indexer_rotate_activation": False,  # a rotation of queries and keys alike, for the sake of rounding
+        "dsa_indexer_rotate_activation": False,  # a rotation of both queries and keys, for the sake of rounding
     }
 
 

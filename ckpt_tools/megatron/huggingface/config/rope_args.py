@@ -26,8 +26,8 @@ def rope_scaling(args: Mapping[str, Any], kind: str, mla: bool) -> tuple[RopeSca
         factor: float = args.get("rotary_scaling_factor") or 1.0
         return (None if args.get("rope_type") == "rope" or factor == 1.0 else _mla_yarn(args, factor),)
     if kind == "yarn":
-        told = args.get("yarn_rotary_scaling_factor") or args.get("rotary_scaling_factor") or 1.0
-        return (_yarn(args, float(told)),)
+        factor = args.get("yarn_rotary_scaling_factor") or args.get("rotary_scaling_factor") or 1.0
+        return (_yarn(args, float(factor)),)
     if rotary_bases(args)[1] is not None and args.get("rope_scaling_factor") not in (None, 1, 1.0):
         return ({"rope_type": "linear", "factor": float(args["rope_scaling_factor"])},)
     return _llama3_or_linear(args, bridge="share_embeddings_and_output_weights" in args)
@@ -145,7 +145,7 @@ def read_rope(scaling: Mapping[str, Any] | None, config: Mapping[str, Any]) -> t
 
 def _refuse_two_readings(settings: Mapping[str, Any], factor: float) -> None:
     """DeepSeek's own code and Megatron divide by the terms whatever they are, transformers only where
-    both are told.
+    both are given.
     """
     mscale, all_dim, usual = settings.get("mscale"), settings.get("mscale_all_dim"), attention_factor(factor)
     quotient = _quotient(1.0 if mscale is None else mscale, all_dim or 0.0, usual)
@@ -157,7 +157,7 @@ def _refuse_two_readings(settings: Mapping[str, Any], factor: float) -> None:
 
 
 def attention_factor(factor: float) -> float:
-    """What YaRN multiplies rotated queries and keys with unless told otherwise."""
+    """What YaRN multiplies rotated queries and keys with by default."""
     return 0.1 * log(factor) + 1.0 if factor > 1 else 1.0
 
 

@@ -2,11 +2,11 @@
 
 A whole family, where `fields` is a list:
 
-family: mymodel               # a name of its own; a known family of that name is replaced
+family: mymodel               # its name; a known family of that name is replaced
 architecture: MyForCausalLM
 model_type: my_model          # that of config.json (--hf-config, or the model to import), which chooses the family;
                               # without it: the name. `also_types: [...]`: further ones of the same class
-names: {mlp: feed_forward.}   # what `<mlp>` in the rules of pieces stands for (pieces.yaml has them all)
+names: {mlp: feed_forward.}   # what `<mlp>` in the rules of pieces means (pieces.yaml has them all)
 fields:                       # config.json's fields: names of pieces (pieces.yaml), and mappings of one's own
   - attention
   - ffn
@@ -34,7 +34,7 @@ rules:
     norm: true                # may be stored as weight - 1: `plus_one: true` says that the class computes 1 + weight
     dtype: float32            # kept whatever is asked
     fused: model.all          # a tensor of all experts, or another name, that readers accept in place of `hf`
-    plain: true               # a norm whose weight a class of 1 + weight takes as it is
+    plain: true               # a norm whose weight a class of 1 + weight takes unchanged
     parts: {z: mamba_inner, x: mamba_inner}  # with {p} in `core`: parameters that are one tensor, with the names of
                               # their rows; `shape` has the other sizes, `layout` is one of JOINED (layouts.py)
   - {when: [moe], rules: [moe_norm, router]}  # rules, those of pieces too, under one more condition
@@ -63,13 +63,12 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from ckpt_tools.errors import CkptError, UsageError, list_problems
 from ckpt_tools.formats.untrusted_documents import DocumentError, read_named_file
 from ckpt_tools.megatron.huggingface.config.codecs import Field
 from ckpt_tools.megatron.huggingface.families.family_file import fields_of_pieces, is_whole, read_family
-from ckpt_tools.megatron.huggingface.families.file_places import Problems, not_one_of, parse_rule_source
+from ckpt_tools.megatron.huggingface.families.file_places import not_one_of, parse_rule_source
 from ckpt_tools.megatron.huggingface.mapping.rules import Family
 
 FOLDER = Path(__file__).parent / "family_files"
@@ -126,12 +125,11 @@ def _types() -> dict[str, frozenset[str]]:
 @cache
 def _family(name: str) -> Family:
     source = parse_rule_source(_text(name), f"{name}.yaml", ours=True)
-    problems = Problems()
-    family = read_family(source, None, None, problems) if is_whole(source.data) else None
-    if family is None or problems or family.name != name:
-        raise CkptError(
-            f"{FOLDER / name}.yaml does not say the family {name}:\n{list_problems(problems)}", problems
-        )
+    top = source.top
+    family = read_family(top, None, None) if is_whole(source.data) else None
+    if family is None or top.problems or family.name != name:
+        text = f"{FOLDER / name}.yaml does not say the family {name}:\n{list_problems(top.problems)}"
+        raise CkptError(text, top.problems)
     return family
 
 
@@ -152,17 +150,18 @@ def load_rule_file(path: str | Path) -> Family:
         source = parse_rule_source(read_named_file(Path(path)))
     except (OSError, DocumentError) as error:
         raise UsageError(f"{path}: {error}") from error
-    data: Any = source.data
+    data, top = source.data, source.top
     like = data.get("like", "llama") if isinstance(data, dict) and not is_whole(data) else None
-    problems, base, family = Problems(), None, None
+    base = family = None
     if not isinstance(data, dict):
-        problems.append(f"expected a mapping @ {source.top}")
+        top.fault("expected a mapping")
     elif isinstance(like, str) and like in FAMILIES:
         base = FAMILIES[like]
     elif not is_whole(data):
-        problems.append(f"{not_one_of(like, 'families', FAMILIES)} @ {source.top / 'like'}")
-    if not problems:
-        family = read_family(source, base, known_fields, problems)
-    if problems or family is None:
-        raise UsageError(f"{path}: the rule file cannot be used:\n" + list_problems(problems), problems)
+        (top / "like").fault(not_one_of(like, "families", FAMILIES))
+    if not top.problems:
+        family = read_family(top, base, known_fields)
+    if top.problems or family is None:
+        text = f"{path}: the rule file cannot be used:\n{list_problems(top.problems)}"
+        raise UsageError(text, top.problems)
     return family

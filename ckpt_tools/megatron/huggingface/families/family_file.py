@@ -13,8 +13,6 @@ from ckpt_tools.megatron.huggingface.config.ledger import arguments
 from ckpt_tools.megatron.huggingface.config.model_args import ModelArgs, frozen
 from ckpt_tools.megatron.huggingface.families.file_places import (
     Place,
-    Problems,
-    RuleSource,
     first_line,
     not_one_of,
     perhaps,
@@ -63,7 +61,6 @@ def read_fields(
     known: KnownFields | None,
     settings: tuple[str, ...],
     at: Place,
-    problems: Problems,
 ) -> tuple[tuple[Field, ...], set[str]]:
     """`base` with what a file says of fields, and the names of those that are the file's own.
 
@@ -73,71 +70,60 @@ def read_fields(
     for one in base:
         found[one.hf] = (*found.get(one.hf, ()), one)
     own: set[str] = set()
-    for part, place in parts_of(said, "fields", at, problems):
-        if not isinstance(part, Mapping):
-            problems.append(f"expected a mapping of fields, found {part!r} @ {place}")
-            continue
+    for part, place in parts_of(said, "fields", at):
         for hf, setting in part.items():
             if hf in own and setting is not None:
-                problems.append(
-                    f"{hf} is said already; `{hf}: null` before this takes that back @ {place / hf}"
-                )
+                (place / hf).fault(f"{hf} is said already; `{hf}: null` before this takes that back")
             elif hf not in found and setting is None:
-                problems.append(f"{of} has no such field to leave out{perhaps(hf, found)} @ {place / hf}")
+                (place / hf).fault(f"{of} has no such field to leave out{perhaps(hf, found)}")
             else:
                 found.pop(hf, None)
                 own -= {hf}
-            if setting is not None and (
-                made := _fields_of(str(hf), setting, known, settings, place / hf, problems)
-            ):
+            if setting is not None and (made := _fields_of(str(hf), setting, known, settings, place / hf)):
                 found[hf] = made
                 own |= {hf}
     return tuple(one for fields in found.values() for one in fields), own
 
 
 def _fields_of(
-    hf: str, said: Any, known: KnownFields | None, settings: tuple[str, ...], at: Place, problems: Problems
+    hf: str, said: Any, known: KnownFields | None, settings: tuple[str, ...], at: Place
 ) -> tuple[Field, ...]:
     """One field or, from a list, one for each setting that follows from it."""
     parts = said if isinstance(said, list) else [said]
     places = [at if said is one else at / i for i, one in enumerate(parts)]
-    made = [
-        _field(hf, one, known, settings, place, problems) for one, place in zip(parts, places, strict=True)
-    ]
+    made = [_field(hf, one, known, settings, place) for one, place in zip(parts, places, strict=True)]
     return tuple(one for one in made if one)
 
 
 def _field(
-    hf: str, said: Any, known: KnownFields | None, settings: tuple[str, ...], at: Place, problems: Problems
+    hf: str, said: Any, known: KnownFields | None, settings: tuple[str, ...], at: Place
 ) -> Field | None:
     said = {"setting": said} if isinstance(said, str) else said
     if not isinstance(said, Mapping):
-        problems.append(f"expected a setting, a mapping or null, found {said!r} @ {at}")
+        at.fault(f"expected a setting, a mapping or null, found {said!r}")
         return None
-    before = len(problems)
-    unknown_keys(said, FIELD_KEYS, at, problems)
-    setting = typed(said, "setting", str, at, problems)
+    before = len(at.problems)
+    unknown_keys(said, FIELD_KEYS, at)
+    setting = typed(said, "setting", str, at)
     if setting not in settings:
-        problems.append(f"unknown setting {setting!r}{perhaps(setting, settings)} @ {at}")
-    form = _one_of(said, "form", {name: one.says for name, one in FORMS.items()}, at, problems)
-    default_by = _one_of(
-        said, "default_by", {name: first_line(one) for name, one in DEFAULTS.items()}, at, problems
-    )
-    wins = _one_of(said, "wins", WINS, at, problems)
+        at.fault(f"unknown setting {setting!r}{perhaps(setting, settings)}")
+    form = _one_of(said, "form", {name: one.says for name, one in FORMS.items()}, at)
+    default_by = _one_of(said, "default_by", {name: first_line(one) for name, one in DEFAULTS.items()}, at)
+    wins = _one_of(said, "wins", WINS, at)
     if "default" in said and default_by:
-        problems.append(f"default and default_by are two defaults @ {at}")
-    if len(problems) > before:
+        at.fault("default and default_by are two defaults")
+    if len(at.problems) > before:
         return None
     known = None if form or at.source is pieces() else known
     like = None if known is None else next((one for one in known(hf) if one.arg == setting), None)
     if known is not None and like is None and setting in TRANSLATED:
         others = ", ".join(sorted({one.hf for one in known(None) if one.arg == setting}))
-        problems.append(f"{setting} has a form of its own in config.json (`form`); known are {others} @ {at}")
+        at.fault(f"{setting} has another form in config.json (`form`); known are {others}")
         return None
     made = like or Field(hf, setting)
     if form:
         made = replace(made, write=FORMS[form].write, read=FORMS[form].read)
-    also = typed(said, "also", str, at, problems, default="") or made.also
+    also = typed(said, "also", str, at, default="") or made.also
     default = DEFAULTS[default_by] if default_by else frozen(said.get("default", REQUIRED))
     return replace(made, default=default, wins=wins if wins is not None else made.wins, also=also)
 
@@ -146,20 +132,20 @@ def _field(
 def fields_of_pieces() -> dict[str, list[Field]]:
     """Every field of pieces.yaml by its name, in the order of the file."""
     found: dict[str, list[Field]] = {}
-    at, problems = pieces().top / "fields", Problems()
+    at = pieces().top / "fields"
     for parts in pieces().data["fields"].values():
         for part in parts if isinstance(parts, list) else [parts]:
             for hf, said in part.items() if isinstance(part, Mapping) else ():
-                found.setdefault(hf, []).extend(_fields_of(hf, said, None, tuple(SETTINGS), at, problems))
+                found.setdefault(hf, []).extend(_fields_of(hf, said, None, tuple(SETTINGS), at))
     return found
 
 
-def _one_of(said: Mapping[str, Any], key: str, known: Iterable[str], at: Place, problems: Problems) -> Any:
+def _one_of(said: Mapping[str, Any], key: str, known: Iterable[str], at: Place) -> Any:
     if key not in said:
         return None
     value = said[key]
     if not isinstance(value, str) or value not in known:
-        problems.append(f"{not_one_of(value, KINDS[key], known)} @ {at / key}")
+        (at / key).fault(f"{not_one_of(value, KINDS[key], known)}")
     return value
 
 
@@ -176,67 +162,65 @@ def is_whole(data: Any) -> bool:
     return isinstance(data, Mapping) and "like" not in data and isinstance(data.get("fields"), list)
 
 
-def read_family(
-    source: RuleSource, base: Family | None, known: KnownFields | None, problems: Problems
-) -> Family | None:
-    """The family of a file, or None and the reasons why not.
+def read_family(top: Place, base: Family | None, known: KnownFields | None) -> Family | None:
+    """The family of the file whose top this is; None, or `top.problems`, where it says none.
 
     `base` is the family that it is like. `known` are the fields of all families, where the file is a user's.
     """
-    data, top = source.data, source.top
-    problems += twice(source)
+    data = top.source.data
+    top.problems += twice(top.source)
     if not isinstance(data, Mapping):
-        problems.append(f"expected a mapping @ {top}")
+        top.fault("expected a mapping")
         return None
-    unknown_keys(data, FAMILY_KEYS, top, problems)
+    unknown_keys(data, FAMILY_KEYS, top)
     for part in ("fields", "defaults", "fixed", "needs"):
-        problems += written_numbers(data.get(part), top / part)
-    name = typed(data, "family", str, top, problems)
+        top.problems += written_numbers(data.get(part), top / part)
+    name = typed(data, "family", str, top)
     old = base or Family("", "", (), ())
     places: dict[tuple[str, str], Place] = {}
-    fixed, needs = (_demands(data, kind, top, places, problems) for kind in ("fixed", "needs"))
-    settings = (*old.settings, *_settings(data, needs, top / "settings", problems))
-    fields, own = _fields(data, old, needs, known, (*SETTINGS, *settings), top, problems)
-    names = _names(data, top / "names", problems)
-    sizes = _dimensions(data, settings, top, problems)
-    said = typed(data, "conditions", dict, top, problems, default={})
+    fixed, needs = (_demands(data, kind, top, places) for kind in ("fixed", "needs"))
+    settings = (*old.settings, *_settings(data, needs, top / "settings"))
+    fields, own = _fields(data, old, needs, known, (*SETTINGS, *settings), top)
+    names = _names(data, top / "names")
+    sizes = _dimensions(data, settings, top)
+    said = typed(data, "conditions", dict, top, default={})
     conditions = {
         name: condition
         for name, value in said.items()
-        if (condition := _condition(name, value, settings, top / "conditions" / name, problems))
+        if (condition := _condition(name, value, settings, top / "conditions" / name))
     }
     words = Words(names, (*DIMENSIONS, *old.dimensions, *sizes), (*CONDITIONS, *old.conditions, *conditions))
-    ignored = texts(data.get("ignored", []), top / "ignored", problems)
+    ignored = texts(data.get("ignored", []), top / "ignored")
     for i, pattern in enumerate(ignored):
         try:
             re.compile(pattern)
         except re.error:
-            problems.append(f"not a regular expression @ {top / 'ignored' / i}")
+            (top / "ignored" / i).fault("not a regular expression")
     carried = {name for one in fields if one not in old.fields for name in (one.hf, one.arg)}
     family = replace(
         old,
         name=name,
         like=old.name,
-        architecture=typed(data, "architecture", str, top, problems, default=old.architecture or None),
-        model_type=typed(data, "model_type", str, top, problems, default=name if base else ""),
-        also_types=texts(data.get("also_types", list(old.also_types)), top / "also_types", problems),
-        rules=_rules(data, old, needs, words, top, problems),
+        architecture=typed(data, "architecture", str, top, default=old.architecture or None),
+        model_type=typed(data, "model_type", str, top, default=name if base else ""),
+        also_types=texts(data.get("also_types", list(old.also_types)), top / "also_types"),
+        rules=_rules(data, old, needs, words, top),
         fields=fields,
         fixed={name: value for name, value in old.fixed.items() if name not in carried} | fixed,
         needs={name: value for name, value in old.needs.items() if name not in carried} | needs,
-        published=typed(data, "published", str, top, problems, default=old.published),
-        plus_one=typed(data, "plus_one", bool, top, problems, default=old.plus_one),
-        copies=(*old.copies, *_copies(data, names, top / "copies", problems)),
+        published=typed(data, "published", str, top, default=old.published),
+        plus_one=typed(data, "plus_one", bool, top, default=old.plus_one),
+        copies=(*old.copies, *_copies(data, names, top / "copies")),
         ignored=(*old.ignored, *ignored),
-        window_turn=typed(data, "window_turn", int, top, problems, default=old.window_turn),
-        unset=(*old.unset, *texts(data.get("unset", []), top / "unset", problems)),
-        written=typed(data, "written", dict, top, problems, default=dict(old.written)),
+        window_turn=typed(data, "window_turn", int, top, default=old.window_turn),
+        unset=(*old.unset, *texts(data.get("unset", []), top / "unset")),
+        written=typed(data, "written", dict, top, default=dict(old.written)),
         settings=settings,
         dimensions={**old.dimensions, **sizes},
         conditions={**old.conditions, **conditions},
     )
-    problems += _contradictions(family, own, top, places)
-    problems += [
+    top.problems += _contradictions(family, own, top, places)
+    top.problems += [
         f"no text has <{one}> @ {top / 'names' / one}" for one in _own_names(data) if one not in names.used
     ]
     return family
@@ -247,7 +231,7 @@ def _contradictions(
 ) -> list[str]:
     """What the file says of its fields against what it demands, and what no family can do without."""
     found = [
-        f"{name} is a field of its own, and has one value: one of both @ {at}"
+        f"{name} is a field of this file, and has one value (`fixed`): keep one of both @ {at}"
         for (kind, name), at in places.items()
         if kind == "fixed" and name in own
     ]
@@ -269,41 +253,39 @@ def _contradictions(
 
 
 def _demands(
-    data: Mapping[str, Any], kind: str, top: Place, places: dict[tuple[str, str], Place], problems: Problems
+    data: Mapping[str, Any], kind: str, top: Place, places: dict[tuple[str, str], Place]
 ) -> dict[str, Any]:
     """Values by name, with their places; of two pieces that demand one thing, both the same."""
     found: dict[str, Any] = {}
-    for part, place in parts_of(data.get(kind, {}), kind, top / kind, problems):
-        if not isinstance(part, Mapping):
-            problems.append(f"expected a mapping, found {part!r} @ {place}")
-            continue
+    for part, place in parts_of(data.get(kind, {}), kind, top / kind):
         for name, value in part.items():
             at = places[kind, name] = place / name
-            wanted = _wanted(value, kind, name, at, problems)
+            wanted = _wanted(value, kind, name, at)
             if kind == "needs" and name not in SETTINGS and name not in arguments().changes:
-                problems.append(f"unknown setting{perhaps(name, (*SETTINGS, *arguments().changes))} @ {at}")
+                at.fault(f"unknown setting{perhaps(name, (*SETTINGS, *arguments().changes))}")
             if name in found and found[name] != wanted:
-                problems.append(f"{name} is {found[name]!r} already @ {at}")
+                at.fault(f"{name} is {found[name]!r} already")
             found[name] = wanted
     return found
 
 
-def _wanted(value: Any, kind: str, name: object, at: Place, problems: Problems) -> Any:
+def _wanted(value: Any, kind: str, name: object, at: Place) -> Any:
     if isinstance(value, Mapping) and value.keys() == {"one_of"}:
         values = value["one_of"]
         if not isinstance(values, list) or len(values) < 2:
-            problems.append(f"one_of is a list of several values @ {at}")
+            at.fault("one_of is a list of several values")
             return None
         return frozen(values) if kind == "fixed" else OneOf(frozen(values))
     return frozen(value) if kind == "needs" and name in SETTINGS else value
 
 
-def _names(data: Mapping[str, Any], at: Place, problems: Problems) -> Names:
+def _names(data: Mapping[str, Any], at: Place) -> Names:
     said = _own_names(data)
     wrong = [name for name, text in said.items() if not isinstance(name, str) or not isinstance(text, str)]
-    problems += [f"expected a text @ {at / name}" for name in wrong]
+    for name in wrong:
+        (at / name).fault("expected a text")
     if not isinstance(data.get("names", {}), dict):
-        problems.append(f"expected a mapping of names @ {at}")
+        at.fault("expected a mapping of names")
     return Names({name: text for name, text in said.items() if name not in wrong})
 
 
@@ -312,56 +294,48 @@ def _own_names(data: Mapping[str, Any]) -> dict[str, str]:
     return said if isinstance(said, dict) else {}
 
 
-def _settings(
-    data: Mapping[str, Any], needs: Mapping[str, Any], at: Place, problems: Problems
-) -> tuple[str, ...]:
+def _settings(data: Mapping[str, Any], needs: Mapping[str, Any], at: Place) -> tuple[str, ...]:
     """Megatron's arguments that this family carries, and that `ModelArgs` has no field for."""
-    found = texts(data.get("settings", []), at, problems)
+    found = texts(data.get("settings", []), at)
     for i, name in enumerate(found):
         if name in SETTINGS or name in arguments().carried:
-            problems.append(f"{name} is carried for every family @ {at / i}")
+            (at / i).fault(f"{name} is carried for every family")
         if name in needs:
-            problems.append(f"{name} has one value (`needs`) and is not carried: one of both @ {at / i}")
+            (at / i).fault(f"{name} has one value (`needs`) and is not carried: one of both")
     return found
 
 
-def _dimensions(
-    data: Mapping[str, Any], own: tuple[str, ...], top: Place, problems: Problems
-) -> dict[str, str]:
+def _dimensions(data: Mapping[str, Any], own: tuple[str, ...], top: Place) -> dict[str, str]:
     found, at = {}, top / "dimensions"
-    for name, setting in typed(data, "dimensions", dict, top, problems, default={}).items():
+    for name, setting in typed(data, "dimensions", dict, top, default={}).items():
         size = isinstance(setting, str) and (
             setting in own or (setting in SETTINGS and "int" in str(SETTINGS[setting].type).split(" | "))
         )
         if name in DIMENSIONS:
-            problems.append(f"{name} is a dimension already @ {at / name}")
+            (at / name).fault(f"{name} is a dimension already")
         elif not size:
-            problems.append(
-                f"{setting!r} is not a setting that is a size{perhaps(setting, own)} @ {at / name}"
-            )
+            (at / name).fault(f"{setting!r} is not a setting that is a size{perhaps(setting, own)}")
         else:
             found[name] = setting
     return found
 
 
-def _condition(
-    name: str, value: Any, own: tuple[str, ...], at: Place, problems: Problems
-) -> Condition | None:
+def _condition(name: str, value: Any, own: tuple[str, ...], at: Place) -> Condition | None:
     """What a setting is, of the layer where it has a value for each."""
     said = {"setting": value} if isinstance(value, str) else value
     if not isinstance(said, Mapping):
-        problems.append(f"expected a setting or a mapping, found {value!r} @ {at}")
+        at.fault(f"expected a setting or a mapping, found {value!r}")
         return None
-    unknown_keys(said, {"setting", "is", "is_not"}, at, problems)
-    setting = typed(said, "setting", str, at, problems)
+    unknown_keys(said, {"setting", "is", "is_not"}, at)
+    setting = typed(said, "setting", str, at)
     kind = "" if setting in own else str(SETTINGS[setting].type) if setting in SETTINGS else None
     if name in CONDITIONS:
-        problems.append(f"{name} is a condition already @ {at}")
+        at.fault(f"{name} is a condition already")
     elif kind is None or any(one in kind for one in ("RopeScaling", "GluInterleave", "Mapping")):
         near = perhaps(setting, (*SETTINGS, *own))
-        problems.append(f"unknown setting {setting!r}{near} @ {at / 'setting' if 'setting' in said else at}")
+        (at / "setting" if "setting" in said else at).fault(f"unknown setting {setting!r}{near}")
     elif "is" in said and "is_not" in said:
-        problems.append(f"is and is_not are two conditions @ {at}")
+        at.fault("is and is_not are two conditions")
     else:
         wanted = said.get("is", said.get("is_not", []))
         return Condition(
@@ -370,44 +344,32 @@ def _condition(
     return None
 
 
-def _copies(
-    data: Mapping[str, Any], names: Names, at: Place, problems: Problems
-) -> tuple[tuple[str, str], ...]:
+def _copies(data: Mapping[str, Any], names: Names, at: Place) -> tuple[tuple[str, str], ...]:
     found = []
-    for part, place in parts_of(data.get("copies", []), "copies", at, problems):
-        if not isinstance(part, Mapping):
-            problems.append(f"expected a mapping of core and hf, found {part!r} @ {place}")
-            continue
-        unknown_keys(part, {"core", "hf"}, place, problems)
-        core, hf = (
-            names.fill(typed(part, key, str, place, problems), place / key, problems)
-            for key in ("core", "hf")
-        )
+    for part, place in parts_of(data.get("copies", []), "copies", at):
+        unknown_keys(part, {"core", "hf"}, place)
+        core, hf = (names.fill(typed(part, key, str, place), place / key) for key in ("core", "hf"))
         if core not in (EMBEDDING, HEAD):
-            problems.append(f"{core!r} is not {EMBEDDING} or {HEAD} @ {place / 'core'}")
+            (place / "core").fault(f"{core!r} is not {EMBEDDING} or {HEAD}")
         if "{n}" not in hf:
-            problems.append(
-                f"{hf!r} is to have {{n}}: the copies are those in prediction modules @ {place / 'hf'}"
-            )
+            (place / "hf").fault(f"{hf!r} is to have {{n}}: the copies are those in prediction modules")
         found.append((core, hf))
     return tuple(found)
 
 
 def _fields(
     data: Mapping[str, Any], old: Family, needs: Mapping[str, Any], known: KnownFields | None,
-    settings: tuple[str, ...], top: Place, problems: Problems
+    settings: tuple[str, ...], top: Place
 ) -> tuple[tuple[Field, ...], set[str]]:  # fmt: skip
     kept = old.fields
     if _drops_latent_attention(old, needs):
         latent = {one.arg for one in _piece_of_fields("mla")}
         kept = (*(one for one in kept if one.arg not in latent), *_piece_of_fields("head_dim"))
     said = data.get("fields", {})
-    fields, own = read_fields(
-        said, kept, old.name or "this family", known, settings, top / "fields", problems
-    )
-    defaults = typed(data, "defaults", dict, top, problems, default={})
+    fields, own = read_fields(said, kept, old.name or "this family", known, settings, top / "fields")
+    defaults = typed(data, "defaults", dict, top, default={})
     names = {one.hf for one in fields}
-    problems += [
+    top.problems += [
         f"there is no field {hf!r}{perhaps(hf, names)} @ {top / 'defaults' / hf}"
         for hf in defaults
         if hf not in names
@@ -423,10 +385,9 @@ def _rules(
     needs: Mapping[str, Any],
     words: Words,
     top: Place,
-    problems: Problems,
 ) -> tuple[Rule, ...]:
     """The rules of `old` with the file's own, which replace those of the same parameter."""
-    without = texts(data.get("without", []), top / "without", problems)
+    without = texts(data.get("without", []), top / "without")
     taken = old.rules
     if _drops_latent_attention(old, needs):  # common attention in its place, in prediction modules too
         latent, plain = _piece_of_rules("mla"), _piece_of_rules("self_attention", "qk_norm")
@@ -434,19 +395,19 @@ def _rules(
             latent, plain = ([*part, *map(in_mtp, part)] for part in (latent, plain))
         taken = (*(rule for rule in old.rules if rule not in latent), *plain)
     cores = {rule.core for rule in old.rules}
-    problems += [
+    top.problems += [
         f"no rule for {core!r} to leave out{perhaps(core, cores)} @ {top / 'without' / i}"
         for i, core in enumerate(without)
         if core not in cores
     ]
-    own = read_rules(data.get("rules", []), words, top / "rules", problems)
+    own = read_rules(data.get("rules", []), words, top / "rules")
     if has_mtp(old.rules):
         own += _inside_mtp(own, own)
     replaced = {rule.core for rule in own} | {name for core in without for name in (core, core_in_mtp(core))}
     rules = [*{(rule.core, rule.when): rule for rule in taken if rule.core not in replaced}.values(), *own]
     dense = data.get("mtp") == DENSE_MTP
-    if dense or typed(data, "mtp", bool, top, problems, default=False):
-        layers = (words.names.fill(text, top / "mtp", problems) for text in ("<layer>", "<mtp_layer>"))
+    if dense or typed(data, "mtp", bool, top, default=False):
+        layers = (words.names.fill(text, top / "mtp") for text in ("<layer>", "<mtp_layer>"))
         inside = rules
         if dense:  # whatever the layer before it is
             no_experts = (rule for rule in rules if "moe" not in rule.when)
@@ -456,7 +417,7 @@ def _rules(
 
 
 def _inside_mtp(layers: list[Rule], there: list[Rule], *names: str) -> list[Rule]:
-    """The rules of decoder layers for the layer inside a prediction module, which has no rule of its own yet."""
+    """The rules of decoder layers for the layer inside a prediction module, which has no rule yet."""
     cores = {rule.core for rule in there}
     made = [in_mtp(rule, *names) for rule in layers if rule.core.startswith(LAYER)]
     return [rule for rule in made if rule.core not in cores]
@@ -468,8 +429,8 @@ def _drops_latent_attention(old: Family, needs: Mapping[str, Any]) -> bool:
 
 def _piece_of_rules(*names: str) -> list[Rule]:
     words = Words(Names({}), DIMENSIONS, tuple(CONDITIONS))
-    return read_rules(list(names), words, pieces().top / "rules", [])
+    return read_rules(list(names), words, pieces().top / "rules")
 
 
 def _piece_of_fields(name: str) -> tuple[Field, ...]:
-    return read_fields([name], (), "", None, tuple(SETTINGS), pieces().top / "fields", [])[0]
+    return read_fields([name], (), "", None, tuple(SETTINGS), pieces().top / "fields")[0]

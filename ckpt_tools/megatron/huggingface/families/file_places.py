@@ -6,14 +6,13 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.formats.untrusted_documents import parse_marked_yaml
 
 if TYPE_CHECKING:
     import yaml
 
-Problems: TypeAlias = list[str]
 _NUMBER = re.compile(r"(?P<digits>[-+]?\d+(\.\d*)?)[eE](?P<sign>[-+]?)(?P<power>\d+)")
 
 
@@ -30,15 +29,20 @@ class RuleSource:
         return Place(self)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Place:
-    """A value's place in its file: `$.rules[3].layout (line 12)`."""
+    """A value's place in its file, `$.rules[3].layout (line 12)`, and what is wrong in that file."""
 
     source: RuleSource
     path: tuple[object, ...] = ()
+    problems: list[str] = field(default_factory=list)  # of the whole file
 
     def __truediv__(self, key: object) -> Place:
-        return Place(self.source, (*self.path, key))
+        return Place(self.source, (*self.path, key), self.problems)
+
+    def fault(self, what: str) -> None:
+        """Adds what is wrong here."""
+        self.problems.append(f"{what} @ {self}")
 
     def __str__(self) -> str:
         text = "$" + "".join(f"[{key}]" if type(key) is int else f".{key}" for key in self.path)
@@ -52,7 +56,7 @@ def parse_rule_source(data: bytes | str, name: str = "", *, ours: bool = False) 
 
 
 def twice(source: RuleSource) -> Iterator[str]:
-    """Keys that stand twice in one mapping, of which YAML takes the last without a word."""
+    """Duplicate keys of one mapping, of which YAML silently takes the last."""
     waiting = [] if source.node is None else [source.node]
     seen: set[int] = set()
     while waiting:
@@ -71,7 +75,7 @@ def twice(source: RuleSource) -> Iterator[str]:
                 and one[0].value in keys[:number]
                 and one[0].value != "<<"
             ):
-                yield f"{one[0].value!r} stands twice in one mapping (line {one[0].start_mark.line + 1})"
+                yield f"{one[0].value!r} is twice in one mapping (line {one[0].start_mark.line + 1})"
             waiting += [one[1]] if pair else [one]
 
 
@@ -95,23 +99,21 @@ def _same(written: object, key: object) -> bool:
     return isinstance(written, str) and written.lower() == str(key).lower()
 
 
-def typed(
-    data: Mapping[str, Any], key: str, kind: type, at: Place, problems: Problems, *, default: Any = None
-) -> Any:
+def typed(data: Mapping[str, Any], key: str, kind: type, at: Place, *, default: Any = None) -> Any:
     """The value of `key`; without `default` (None) it must be there."""
     value = data.get(key, default)
     if not isinstance(value, kind):
         found = "missing" if value is None else f"expected {kind.__name__}, found {value!r}"
-        problems.append(f"{found} @ {at / key}")
+        (at / key).fault(f"{found}")
         return kind()
     return value
 
 
-def texts(value: Any, at: Place, problems: Problems) -> tuple[str, ...]:
+def texts(value: Any, at: Place) -> tuple[str, ...]:
     """A list of texts, or one text for a list of one."""
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
-        problems.append(f"expected a text or a list of texts, found {value!r} @ {at}")
+        at.fault(f"expected a text or a list of texts, found {value!r}")
         return ()
     return tuple(values)
 
@@ -129,12 +131,14 @@ def written_numbers(value: Any, at: Place) -> Iterator[str]:
         yield f"{value!r} is a text to YAML; write {number} @ {at}"
 
 
-def unknown_keys(data: Mapping[str, Any], known: set[str], at: Place, problems: Problems) -> None:
-    problems += [f"unknown key{perhaps(key, known)} @ {at / key}" for key in data if key not in known]
+def unknown_keys(data: Mapping[str, Any], known: set[str], at: Place) -> None:
+    for key in data:
+        if key not in known:
+            (at / key).fault(f"unknown key{perhaps(key, known)}")
 
 
 def perhaps(value: object, known: Iterable[str], most: int = 3) -> str:
-    """What was perhaps meant by a word that is not one of `known`, with what each says where that is told, or ""."""
+    """What was perhaps meant by a word that is not one of `known`, with what each says if `known` says it, or ""."""
     said = known if isinstance(known, Mapping) else {}
     close = difflib.get_close_matches(str(value), list(known), n=most)
     near = [f"{one} ({said[one]})" if isinstance(said.get(one), str) else one for one in close]

@@ -144,7 +144,7 @@ SETTINGS: dict[str, Callable[[ModelArgs], bool]] = {
     "window": lambda model: model.sliding_window is not None,
     "some see all": lambda model: 0 in model.sliding_layers,
 }
-# The first family whose words all hold. Those of most telling parameters stand first; the last has none.
+# The first family whose words all hold. The most specific come first; the last has none.
 FAMILIES_TOLD: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("falcon_h1", ("three in one",)),
     ("nemotron_h", ("hybrid", "attention")),
@@ -190,7 +190,7 @@ FAMILIES_TOLD: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def told_by(names: set[str], model: ModelArgs | None) -> str:
-    """The family's name. Of a model without args, nothing is told by them."""
+    """The family's name. Without args, its parameters alone decide."""
     held = words_of(names, model)
     return next(family for family, words in FAMILIES_TOLD if all(holds(word, held) for word in words))
 
@@ -237,9 +237,9 @@ def _fits(family: Family, parameters: Mapping[str, Spec], args: Mapping[str, Any
     """Whether a family has all parameters and settings, but for what only a reference tells."""
     try:
         model, _ = with_vocabulary(model, parameters, model.vocab_size)
-        told = {one.hf: None for one in family.fields if one.wins == "either"}
+        reference = {one.hf: None for one in family.fields if one.wins == "either"}
         problems = [*account_for_args(family, args).problems, *uncarried(family, model)]
-        problems += not_of_family(family, model, told)
+        problems += not_of_family(family, model, reference)
         _, unused = spellings(expand(family, model), parameters, problems)
     except MappingError:
         return False

@@ -11,7 +11,6 @@ from typing import Any
 
 from ckpt_tools.megatron.huggingface.families.file_places import (
     Place,
-    Problems,
     RuleSource,
     first_line,
     not_one_of,
@@ -33,9 +32,9 @@ def pieces() -> RuleSource:
 
 
 def parts_of(
-    said: Any, kind: str, at: Place, problems: Problems, inside: tuple[str, ...] = ()
-) -> Iterator[tuple[Any, Place]]:
-    """The parts of a list, with those of every piece that it names, in order; a mapping is a list of one.
+    said: Any, kind: str, at: Place, inside: tuple[str, ...] = ()
+) -> Iterator[tuple[Mapping[str, Any], Place]]:
+    """The mappings of a list, with those of every piece that it names, in order; a mapping is a list of one.
 
     `{when: [...], rules: [...]}` are rules under further conditions. `{module: {core: ..., hf: ...}, tensors: {...}}`
     are rules of tensors with equal names on both sides and their shapes, in files of this package.
@@ -44,21 +43,16 @@ def parts_of(
         yield said, at
         return
     if not isinstance(said, list):
-        problems.append(
-            f"expected a mapping, or a list of mappings and names of pieces, found {said!r} @ {at}"
-        )
+        at.fault(f"expected a mapping, or a list of mappings and names of pieces, found {said!r}")
         return
     known = pieces().data[kind]
     for number, part in enumerate(said):
         place = at / number
         if isinstance(part, Mapping) and "rules" in part:
-            unknown_keys(part, {"when", "rules"}, place, problems)
-            when = texts(part.get("when"), place / "when", problems)
-            for rule, where in parts_of(part["rules"], kind, place / "rules", problems, inside):
-                own = (
-                    texts(rule.get("when", []), where / "when", problems) if isinstance(rule, Mapping) else ()
-                )
-                yield {**rule, "when": [*when, *own]} if isinstance(rule, Mapping) else rule, where
+            unknown_keys(part, {"when", "rules"}, place)
+            when = texts(part.get("when"), place / "when")
+            for rule, where in parts_of(part["rules"], kind, place / "rules", inside):
+                yield {**rule, "when": [*when, *texts(rule.get("when", []), where / "when")]}, where
         elif isinstance(part, Mapping) and "tensors" in part and at.source.name:
             module, when = part["module"], part.get("when", [])
             for name, shapes in part["tensors"].items():
@@ -72,30 +66,34 @@ def parts_of(
                         "when": when,
                     }
                     yield rule, place
-        elif not isinstance(part, str):
+        elif isinstance(part, Mapping):
             yield part, place
+        elif not isinstance(part, str):
+            place.fault(f"expected a mapping or the name of a piece, found {part!r}")
         elif part not in known:
-            problems.append(f"{not_one_of(part, f'pieces of {kind}', list(known))} @ {place}")
+            place.fault(f"{not_one_of(part, f'pieces of {kind}', list(known))}")
         elif part in inside:
-            problems.append(f"the piece {part!r} contains itself @ {place}")
+            place.fault(f"the piece {part!r} contains itself")
         else:
-            yield from parts_of(known[part], kind, pieces().top / kind / part, problems, (*inside, part))
+            yield from parts_of(
+                known[part], kind, Place(pieces(), (kind, part), at.problems), (*inside, part)
+            )
 
 
 class Names:
-    """What `<name>` stands for in a file's texts; `used` are those that were asked for."""
+    """What `<name>` means in a file's texts; `used` are those that were asked for."""
 
     def __init__(self, own: Mapping[str, str]) -> None:
         self.values: Mapping[str, str] = {**pieces().data["names"], **own}
         self.used: set[str] = set()
 
-    def fill(self, text: str, at: Place, problems: Problems) -> str:
+    def fill(self, text: str, at: Place) -> str:
 
         def value(match: re.Match[str]) -> str:
             name = match.group(1)
             self.used.add(name)
             if name not in self.values:
-                problems.append(f"{not_one_of(f'<{name}>', 'names', self.values)} @ {at}")
+                at.fault(f"{not_one_of(f'<{name}>', 'names', self.values)}")
             return self.values.get(name, "")
 
         return NAMED.sub(value, text)
@@ -115,12 +113,12 @@ class Words:
     counters: frozenset[str] = frozenset("lmep")  # placeholders of what there are several of
 
 
-def read_rules(said: Any, words: Words, at: Place, problems: Problems) -> list[Rule]:
+def read_rules(said: Any, words: Words, at: Place) -> list[Rule]:
     """The rules, those of pieces among them; no tensor of either side has two at once."""
     found: list[Rule] = []
     places: dict[tuple[object, frozenset[str]], Place] = {}
-    for item, place in parts_of(said, "rules", at, problems):
-        rule = _rule(item, words, place, problems)
+    for item, place in parts_of(said, "rules", at):
+        rule = _rule(item, words, place)
         if rule is None:
             continue
         cores = [rule.core.replace("{p}", part) for part, _ in rule.parts] or [rule.core]
@@ -128,46 +126,43 @@ def read_rules(said: Any, words: Words, at: Place, problems: Problems) -> list[R
             key = (side, frozenset(rule.when))
             other = places.setdefault(key, place)
             if other is not place:
-                problems.append(f"{side!r} has a rule already, {other} @ {place}")
+                place.fault(f"{side!r} has a rule already, {other}")
         found.append(rule)
     return found
 
 
-def _rule(item: Any, words: Words, at: Place, problems: Problems) -> Rule | None:
-    if not isinstance(item, Mapping):
-        problems.append(f"expected a mapping @ {at}")
-        return None
-    before = len(problems)
-    unknown_keys(item, RULE_KEYS, at, problems)
+def _rule(item: Any, words: Words, at: Place) -> Rule | None:
+    before = len(at.problems)
+    unknown_keys(item, RULE_KEYS, at)
 
     def named(key: str, default: Any = None) -> tuple[str, ...]:
         place = at / key
-        found = texts(item.get(key, default), place, problems)
-        return tuple(words.names.fill(one, place, problems) for one in found)
+        found = texts(item.get(key, default), place)
+        return tuple(words.names.fill(one, place) for one in found)
 
-    core = words.names.fill(typed(item, "core", str, at, problems), at / "core", problems)
+    core = words.names.fill(typed(item, "core", str, at), at / "core")
     hf, also, fused = named("hf"), named("also", []), named("fused", [])
     rule = Rule(
         core,
         hf,
-        words.names.fill(typed(item, "layout", str, at, problems, default="same"), at / "layout", problems),
-        texts(item.get("shape"), at / "shape", problems),
-        texts(item.get("when", []), at / "when", problems),
+        words.names.fill(typed(item, "layout", str, at, default="same"), at / "layout"),
+        texts(item.get("shape"), at / "shape"),
+        texts(item.get("when", []), at / "when"),
         also,
-        typed(item, "norm", bool, at, problems, default=False),
-        typed(item, "dtype", str, at, problems, default="") or None,
+        typed(item, "norm", bool, at, default=False),
+        typed(item, "dtype", str, at, default="") or None,
         fused[0] if fused else None,
-        tuple(typed(item, "parts", dict, at, problems, default={}).items()),
-        typed(item, "plain", bool, at, problems, default=False),
+        tuple(typed(item, "parts", dict, at, default={}).items()),
+        typed(item, "plain", bool, at, default=False),
         "" if at.source.name else str(at),
     )
-    if len(problems) == before:
-        _check(rule, words, at, problems)
-        _check_names(rule, words, at, problems)
-    return rule if len(problems) == before else None
+    if len(at.problems) == before:
+        _check(rule, words, at)
+        _check_names(rule, words, at)
+    return rule if len(at.problems) == before else None
 
 
-def _check(rule: Rule, words: Words, at: Place, problems: Problems) -> None:
+def _check(rule: Rule, words: Words, at: Place) -> None:
     """Layout, dimensions and conditions are known and fit together."""
     layouts = JOINED if rule.parts else LAYOUTS
     wanted = 1 if rule.parts else LAYOUTS.get(rule.layout, (0,))[0]
@@ -176,46 +171,46 @@ def _check(rule: Rule, words: Words, at: Place, problems: Problems) -> None:
             name: first_line(one if callable(one) else one[1])
             for name, one in (JOINED if rule.parts else LAYOUTS).items()
         }
-        problems.append(f"{not_one_of(rule.layout, 'layouts', said)} @ {at / 'layout'}")
+        (at / "layout").fault(f"{not_one_of(rule.layout, 'layouts', said)}")
     elif len(rule.hf) != wanted:
-        problems.append(f"layout {rule.layout} has {wanted} tensors, found {len(rule.hf)} @ {at / 'hf'}")
+        (at / "hf").fault(f"layout {rule.layout} has {wanted} tensors, found {len(rule.hf)}")
     for key, kind, found, known in (("shape", "dimensions", rule.shape, words.dimensions),
                                     ("when", "conditions", rule.when, words.conditions)):  # fmt: skip
-        problems += [
+        at.problems += [
             f"{not_one_of(one, kind, known)} @ {at / key / i}"
             for i, one in enumerate(found)
             if one not in known
         ]
-    problems += [
+    at.problems += [
         f"{not_one_of(rows, 'dimensions', words.dimensions)} @ {at / 'parts' / part}"
         for part, rows in rule.parts
         if rows not in words.dimensions
     ]
     if not rule.shape and not rule.parts and rule.layout != "same":
-        problems.append(f"layout {rule.layout} cuts rows, and shape names no dimension @ {at / 'shape'}")
+        (at / "shape").fault(f"layout {rule.layout} cuts rows, and shape names no dimension")
     if rule.dtype not in (None, *DTYPES):
-        problems.append(f"{rule.dtype!r} is not one of {', '.join(DTYPES)} @ {at / 'dtype'}")
+        (at / "dtype").fault(f"{rule.dtype!r} is not one of {', '.join(DTYPES)}")
 
 
-def _check_names(rule: Rule, words: Words, at: Place, problems: Problems) -> None:
+def _check_names(rule: Rule, words: Words, at: Place) -> None:
     """Layers and experts are numbered on both sides."""
     places = _places(rule.core)
     if bool(rule.parts) != ("p" in places):
-        problems.append(f"parts and {{p}} in core go together @ {at / 'core'}")
+        (at / "core").fault("parts and {{p}} in core go together")
     for one in sorted(places - words.counters):
-        problems.append(f"{{{one}}} in {rule.core!r} is not one of {{l}}, {{m}} and {{e}} @ {at / 'core'}")
+        (at / "core").fault(f"{{{one}}} in {rule.core!r} is not one of {{l}}, {{m}} and {{e}}")
     further = {"n"} if "m" in places else set()
     for i, name in enumerate(rule.hf):
         strange = _places(name) - places - further
         if strange or "p" in _places(name) or (places - {"e", "m", "p"}) - _places(name):
-            problems.append(f"{name!r} has other placeholders than {rule.core!r} @ {at / 'hf' / i}")
+            (at / "hf" / i).fault(f"{name!r} has other placeholders than {rule.core!r}")
     for i, name in enumerate(rule.also):
         if _places(name) != places:
-            problems.append(f"{name!r} has other placeholders than {rule.core!r} @ {at / 'also' / i}")
+            (at / "also" / i).fault(f"{name!r} has other placeholders than {rule.core!r}")
     is_one = "e" in places or rule.layout == "same"
     if rule.fused is not None and (not is_one or _places(rule.fused) != _places(rule.hf[0]) - {"e"}):
-        problems.append(
-            f"{rule.fused!r} is to be {rule.hf[0]!r} of all experts, with its other placeholders @ {at / 'fused'}"
+        (at / "fused").fault(
+            f"{rule.fused!r} is to be {rule.hf[0]!r} of all experts, with its other placeholders"
         )
 
 

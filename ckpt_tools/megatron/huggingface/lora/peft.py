@@ -46,7 +46,7 @@ class Names:
     pattern: re.Pattern[str] | None = None
 
     def has(self, module: str) -> bool | None:
-        """Whether it names the module; None: it cannot be told."""
+        """Whether it names the module; None: unknown."""
         if self.text is None:
             return is_named(module, self.ends)
         return bool(self.pattern.fullmatch(module)) if self.pattern else None
@@ -110,7 +110,7 @@ class Places:
                     yield module
 
     def _outside(self, module: str) -> str | None:
-        """Why a module should not be adapted; None where it should, or nothing tells."""
+        """Why a module should not be adapted; None where it should, or is unknown."""
         if self.excluded and self.excluded.has(module):
             return "exclude_modules names it"
         if self.targets is None:
@@ -240,7 +240,7 @@ class WithAdapter:
     types: Mapping[str, str] = field(default_factory=dict)
     merged: tuple[str, ...] = ()
     replaced: tuple[str, ...] = ()
-    unproven: tuple[str, ...] = ()  # what could not be told of the places that adapter_config.json names
+    unproven: tuple[str, ...] = ()  # what could not be checked of the places that adapter_config.json names
 
     def specs(self, base: Mapping[str, Spec]) -> dict[str, Spec]:
         """Type and shape of every tensor of the model, which are those of its base."""
@@ -445,13 +445,13 @@ def _square_turned(
 ) -> bool:
     """Whether square weights are (in, out): the other shapes tell, and where there are none adapter_config.json."""
     linears = {name: (m.b.shape[0], m.a.shape[-1]) for name, m in modules.items() if not m.is_embedding}
-    told = {
+    turned = {
         base.tensors[name].shape == shape[::-1] for name, shape in linears.items() if shape[0] != shape[1]
     }
     square = [name for name, shape in linears.items() if shape[0] == shape[1]]
-    if len(told) > 1 and square:
+    if len(turned) > 1 and square:
         problems.append(f"{square[0]}: some weights are (in, out), others (out, in), and this one is square")
-    return told.pop() if len(told) == 1 else settings.turned
+    return turned.pop() if len(turned) == 1 else settings.turned
 
 
 def _is_turned(stored: TensorEntry, matrices: _Matrices, square_turned: bool) -> bool:

@@ -122,7 +122,7 @@ def _part(adapter: Adapter, pair: Pair, model: ModelArgs) -> _Linear:
     i = _PLACE[adapter.part]
     plain = pair.rule.layout in _WHOLE_PARTS and not model.rotary_interleaved and not model.glu_interleave
     if not plain or i >= len(pair.hf):
-        raise MappingError(f"the part {adapter.part!r} is not a linear of its own in the Hugging Face model")
+        raise MappingError(f"the part {adapter.part!r} is not a separate linear in the Hugging Face model")
     rows = adapter.left.shape[0]
     if rows != pair.tensors[i].shape[0]:
         raise MappingError(f"its B has {rows} rows, {pair.hf[i]} {pair.tensors[i].shape[0]}")

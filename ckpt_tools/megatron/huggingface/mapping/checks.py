@@ -23,7 +23,7 @@ from ckpt_tools.model.views import Shape
 
 PART = (
     "that of the language model in a model of several parts (vision, audio); those are not converted: save the "
-    "language model and its text_config as a model of their own"
+    "language model and its text_config as a separate model"
 )
 DENSE_IN_MTP = "mtp.layers.{m}.transformer_layer.mlp.linear_fc1.weight"
 MOST_OF_A_HEAD = 8  # tensors
@@ -42,22 +42,22 @@ def specs_of(tensors: Mapping[str, TensorEntry]) -> dict[str, Spec]:
 
 
 def with_vocabulary(
-    model: ModelArgs, parameters: Mapping[str, Spec], told: int | None
+    model: ModelArgs, parameters: Mapping[str, Spec], given: int | None
 ) -> tuple[ModelArgs, tuple[str, ...]]:
-    """The model with both vocabulary sizes set. `told` is what the user or the args say, not a reference."""
+    """The model with both vocabulary sizes set. `given` is what the user or the args say, not a reference."""
     if EMBEDDING not in parameters:
         raise MappingError(f"the checkpoint has no {EMBEDDING}: not a whole language model")
     rows = parameters[EMBEDDING].shape[0]
     padded = model.padded_vocab_size or rows
-    size, notes = told or model.vocab_size or rows, []
-    if size > rows and told:
+    size, notes = given or model.vocab_size or rows, []
+    if size > rows and given:
         raise MappingError(f"{EMBEDDING} has {rows} rows, fewer than the vocabulary of {size}")
     if size > rows:
         notes.append(
             f"the reference config's vocab_size {size} exceeds the {rows} rows there are; {rows} is written"
         )
         size = rows
-    elif not told and not model.vocab_size:
+    elif not given and not model.vocab_size:
         notes.append(
             f"the true vocabulary size is not known; all {rows} rows are exported (--vocab-size cuts them)"
         )
@@ -81,9 +81,9 @@ def not_of_family(family: Family, model: ModelArgs, reference: Mapping[str, Any]
         and not allows(needed, getattr(model, name))
         and model.has(name)
     ]
-    told = in_v4_form(reference or {})
+    config = in_v4_form(reference or {})
     lacking = [one.hf for one in family.fields
-               if one.wins == "either" and model.setting(one.arg) is None and one.hf not in told]  # fmt: skip
+               if one.wins == "either" and model.setting(one.arg) is None and one.hf not in config]  # fmt: skip
     if lacking:
         problems.append(f"only a reference config tells {', '.join(lacking)}; pass --hf-config")
     if 0 in model.sliding_layers and not any(one.arg == "sliding_layers" for one in family.fields):

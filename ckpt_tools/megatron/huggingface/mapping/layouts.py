@@ -10,7 +10,7 @@ Worked example, grouped queries (2 groups, 2 queries each, head size d), rows of
     HF         q_proj: q0 q1 q2 q3   k_proj: k0 k1   v_proj: v0 v1
 
 `shape` is the header's; `seen` is the same row-major tensor with some axes split so that interleaved columns get
-an axis of their own (GPT-OSS): no element moves between the two.
+their own axis (GPT-OSS): no element moves between the two.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def _qkv_rows(model: ModelArgs, pairs: bool = False) -> list[tuple[int, int, int
 
     A side keeps the rotary pairs of a query or key head in neighbouring rows (2j, 2j+1), Megatron with
     `rotary_interleaved` and Hugging Face with `pairs`, or half of them apart (j, d/2 + j). Where only the first rows
-    of a head are rotated, the others lie alike.
+    of a head are rotated, the others keep their rows.
     """
     heads, groups, dim = model.num_attention_heads, model.num_query_groups, model.kv_channels
     queries = heads // groups
@@ -253,7 +253,7 @@ def _qkv_rows(model: ModelArgs, pairs: bool = False) -> list[tuple[int, int, int
     for which, core, hf, count in (one for one in rows if one[0] < 2):
         for head in range(0, count, dim):
             found += [(which, core + head + r, hf + head + turned(r), 1) for r in range(min(2 * half, dim))]
-            if 2 * half < dim:  # the rest of the head lies alike
+            if 2 * half < dim:  # the rest of the head keeps its rows
                 found.append((which, core + head + 2 * half, hf + head + 2 * half, dim - 2 * half))
     return found
 

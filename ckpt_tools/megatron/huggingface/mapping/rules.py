@@ -37,7 +37,7 @@ class Rule:
     write. `norm` marks weights that one side may store as weight - 1. `dtype` is kept on both sides whatever is
     asked. `fused` is a Hugging Face tensor of all experts, or another name, that readers accept in place of `hf`.
     `parts` are the parts of which one Hugging Face tensor is made, each with the name of its rows; `shape` has the
-    other dimensions then. `plain` marks a norm of which a class of 1 + weight norms takes the weight as it is.
+    other dimensions then. `plain` marks a norm of which a class of 1 + weight norms takes the weight unchanged.
     `place` is that of the rule in a user's file.
     """
 
@@ -96,7 +96,7 @@ class Family:
     `fields` ties config.json to `ModelArgs` (config.py); `fixed` are config fields with one value; `needs` are
     `ModelArgs` values (or `OneOf` several) without which the model is not of this family. `plus_one` says that the
     Hugging Face model computes 1 + weight in its norms. `copies` are further names under which weights are repeated.
-    `ignored` are patterns of Hugging Face tensors without content of their own.
+    `ignored` are patterns of Hugging Face tensors without content.
     `like` is the known family whose fields a rule file took over. In a model of windows and full attention in
     turns, the last of `window_turn` layers sees all keys. `unset` are fields that are written as null where no
     reference has them: the class's own value is beyond a smaller vocabulary, and it fails to load. `also_types` are

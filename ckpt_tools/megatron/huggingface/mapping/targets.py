@@ -60,7 +60,7 @@ from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.model.views import Shape, Source
 
 Superfluous: TypeAlias = tuple[tuple[tuple[str, str], ...], list[str]]
-"""Pairs of tensors to prove equal, and all tensors that carry nothing of their own."""
+"""Pairs of tensors to prove equal, and all tensors without content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +118,14 @@ def expected_by_weights(tensors: Mapping[str, Spec], config: Mapping[str, Any]) 
         heads = [name for name in extra if tied and name == "lm_head.weight"]
         return tuple((embeddings[0], head) for head in heads), heads
 
-    return Expected(shapes, "the weights beside config.json", superfluous)
+    return Expected(shapes, "the weights next to config.json", superfluous)
 
 
 def bare_prefix(family: Family, tensors: Iterable[str]) -> str:
     """The first segment that the names of a directory lack which was saved from a model without its head, or ""."""
-    rules = [rule for rule in family.rules if not rule.core.startswith("mtp.")]  # may stand beside the model
+    rules = [
+        rule for rule in family.rules if not rule.core.startswith("mtp.")
+    ]  # may be named outside the model
     names = {name for rule in rules for name in rule.hf} - {tensor_of(family, HEAD)}
     first = {name.split(".")[0] + "." for name in names}
     there = {name.split(".")[0] + "." for name in tensors}
@@ -131,14 +133,14 @@ def bare_prefix(family: Family, tensors: Iterable[str]) -> str:
 
 
 def tensor_of(family: Family, core: str) -> str:
-    """The tensor that is a parameter; a class without a head of its own may have stored one."""
+    """The tensor that is a parameter; a class without a head may have stored one."""
     return next((rule.hf[0] for rule in family.rules if rule.core == core), "lm_head.weight")
 
 
 def shared_head(
     config: Mapping[str, Any], tensors: Iterable[str], families: Mapping[str, Family] = FAMILIES
 ) -> tuple[str, str] | None:
-    """The names of the embedding and of the head that is the same weight; None: the head is one of its own."""
+    """The names of the embedding and of the head that is the same weight; None: the head is separate."""
     family = family_of_config(config, families)
     if not read_config(family, config).tied:
         return None
@@ -148,7 +150,7 @@ def shared_head(
 def without_content(
     family: Family, model: ModelArgs, extra: Iterable[str], prefix: str
 ) -> tuple[tuple[tuple[str, str], ...], list[str]]:
-    """Pairs to prove equal, and all extra tensors that carry nothing of their own."""
+    """Pairs to prove equal, and all extra tensors without content."""
     embedding, head = tensor_of(family, EMBEDDING).removeprefix(prefix), tensor_of(family, HEAD)
     same = {head: embedding} if model.tied else {}
     for m in range(model.mtp_num_layers):
@@ -235,7 +237,7 @@ def export_targets(
     if args is None and reference is None:
         raise MappingError("the checkpoint holds no args; pass --hf-config with the model's config.json")
     model = with_stored_norms(read_model_args(args), parameters) if args is not None else None
-    told = vocab_size or (model.vocab_size if model is not None else None)
+    vocabulary = vocab_size or (model.vocab_size if model is not None else None)
     family = detect_family(parameters, model, reference, families)
     if model is not None and args is not None:
         model = with_own_settings(model, family.settings, args)
@@ -247,7 +249,7 @@ def export_targets(
     if reference is not None:
         model = read_config(family, reference) if model is None else reconcile(family, model, reference)
     assert model is not None  # one of the two is given
-    model, notes = with_vocabulary(model, parameters, told)
+    model, notes = with_vocabulary(model, parameters, vocabulary)
     pairs = expand(family, model, present)
     with naming_look_alikes(told_by_names, parameters, args, model):
         spelled, equal = _whole(family, model, pairs, parameters, reference)
@@ -303,7 +305,7 @@ def _whole(
             "\nWhat it is whole without: --ignore-keys GLOB leaves it out (diff: --ignore)" if unused else ""
         )
         raise MappingError(
-            f"the checkpoint{of} is not a whole {family.name} model (told {how}):\n"
+            f"the checkpoint{of} is not a whole {family.name} model (detected {how}):\n"
             + list_problems(problems)
             + way_out,
             problems,
@@ -338,9 +340,9 @@ def import_targets(
     model = replace(model, padded_vocab_size=rows)
     prefix = bare_prefix(family, tensors)
     layers = prediction_layers(family, model, tensors, prefix)
-    told, model = model.mtp_num_layers, replace(model, mtp_num_layers=layers)
+    said, model = model.mtp_num_layers, replace(model, mtp_num_layers=layers)
     notes = (*settings, *import_notes(family, model), *loading_notes(family, config))
-    if told and not layers:
+    if said and not layers:
         notes += (
             "config.json names prediction layers (MTP), the files hold none; Megatron's args name none then",
         )

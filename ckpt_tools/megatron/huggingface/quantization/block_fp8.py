@@ -93,7 +93,7 @@ def quantized_tensors(
         problems = odd or wrong or ["none is named as one"]
         raise MappingError(
             f"--quantize fp8-block: no {family.architecture} is published so; weights of its layers are not "
-            "linears of their own:\n" + list_problems(problems),
+            "separate linears:\n" + list_problems(problems),
             problems,
         )
     made: dict[str, TensorEntry] = {}

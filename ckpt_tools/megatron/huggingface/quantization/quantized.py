@@ -44,7 +44,7 @@ class Patterns:
     """Names of modules, with what config.json says for each pattern; long lists cost no more than short ones."""
 
     names: frozenset[str] = frozenset()
-    inside: bool = False  # a name stands for the modules inside it too
+    inside: bool = False  # a name includes the modules inside it
     ends: tuple[str, ...] = ()
     compiled: tuple[tuple[str, re.Pattern[str]], ...] = ()
     unchecked: tuple[str, ...] = ()
@@ -217,7 +217,7 @@ def _unread(what: str) -> UnsupportedCheckpointError:
 
 
 SETTINGS = "quantization_config"
-STORED = " as stored"  # the key of codes that have the name of the weight they stand for
+STORED = " as stored"  # the key of codes that have the name of the weight they encode
 _WAYS_OUT = {
     "awq": "AWQ", "gptq": "GPTQ", "bitsandbytes": "bitsandbytes", "bitnet": "BitNet", "aqlm": "AQLM", "eetq": "EETQ",
     "fbgemm_fp8": "FBGEMM FP8", "hqq": "HQQ", "modelopt": "ModelOpt", "quanto": "Quanto", "quark": "Quark",
@@ -374,7 +374,7 @@ def _result(
     tensors |= {name: made_entry(name, made) for name, made in found.made.items()}
     notes = [
         f"{count:,} tensors were dequantized from {kind} to {dtype}, exactly as their own decoder does; the codes "
-        f"cannot be told from the values again: export-hf writes {dtype}"
+        f"cannot be recovered from the values: export-hf writes {dtype}"
         for (kind, dtype), count in sorted(found.kinds.items())
     ]
     if found.left_alone.unchecked:

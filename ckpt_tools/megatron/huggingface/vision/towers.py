@@ -1,10 +1,10 @@
-"""The language model inside a vision-language model, as a model of its own, and put back.
+"""The language model inside a vision-language model, as a separate model, and put back.
 
-A tower is told by config.json's `text_config` and the prefix of its tensors' names, of which three are in use::
+A tower is found by config.json's `text_config` and the prefix of its tensors' names, of which three are in use::
 
     model.language_model.layers.0...   lm_head.weight                  as transformers has the modules
     language_model.model.layers.0...   language_model.lm_head.weight   files of Gemma 3 and Mistral 3
-    model.layers.0...                  lm_head.weight                  files of Qwen2.5-VL, beside `visual.`
+    model.layers.0...                  lm_head.weight                  files of Qwen2.5-VL, next to `visual.`
 
 For tokens of text alone, multimodal rotary embedding (M-RoPE) gives each of its sections the same position, and is
 the plain one: what it says beyond that stays in config.json.
@@ -36,7 +36,7 @@ from ckpt_tools.megatron.huggingface.vision.vision_language import (
     vision_language_types,
 )
 
-EMBED_TOKENS, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of a language model of its own
+EMBED_TOKENS, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of a separate language model
 TEXT, QUANTIZED, TIED, TYPE = "text_config", "quantization_config", "tie_word_embeddings", "model_type"
 EXPERTS_OF = "qwen3_vl_moe_text"
 GATE_UP, DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
@@ -46,7 +46,7 @@ DTYPES = ("torch_dtype", "dtype")
 
 
 class Spelling(NamedTuple):
-    prefix: str  # before `layers.`; `model.` in a language model of its own
+    prefix: str  # before `layers.`; `model.` in a separate language model
     head: str
 
 
@@ -59,7 +59,7 @@ SPELLINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Tower:
-    """The language model inside: its config.json, and its tensors' names by those of a model of its own.
+    """The language model inside: its config.json, and its tensors' names by those of a separate model.
 
     `others` are the tensors of the other towers. `by_rows`: transformers 5 stores experts as it holds them, with the
     rows of a linear first; files of transformers 4 have the columns first.
@@ -225,7 +225,7 @@ def _spelling(tensors: Mapping[str, Spec], wrapper: VisionLanguage) -> Spelling:
 
 
 def _module(name: str) -> str:
-    """The module beside the language model that a tensor belongs to."""
+    """The module next to the language model that a tensor belongs to."""
     return name.removeprefix("model.").partition(".")[0]
 
 
@@ -329,7 +329,7 @@ POSITIONS, SECTION = "position_embedding_type", "mrope_section"
 
 
 def language_prefix(names: Iterable[str]) -> str:
-    """What stands before the language model's parameters in a model of several parts; "" in one of its own."""
+    """The prefix of the language model's parameters in a model of several parts; "" in a separate one."""
     end = f"{LANGUAGE}{EMBEDDING}"
     return next((name.removesuffix(EMBEDDING) for name in names if f".{name}".endswith(f".{end}")), "")
 
@@ -367,7 +367,7 @@ def with_towers(
     problems: list[str] = []
     spelled, unused = spellings(pairs, parameters, problems)
     problems += [f"{name}: no rule of {kind.name} has this parameter" for name in unused]
-    _refuse(problems, f"the checkpoint is not a whole {kind.name} model (told by config.json)")
+    _refuse(problems, f"the checkpoint is not a whole {kind.name} model (detected by config.json)")
     made = [target for pair in pairs for target in export_pair(pair, spelled, parameters, dtype)]
     return replace(
         exported,

@@ -1,17 +1,17 @@
-"""Vision-language models as data: the language model inside, and rules for the modules beside it.
+"""Vision-language models as data: the language model inside, and rules for the modules next to it.
 
 A file of `model_files` for each, by its model_type::
 
     family: mymodel_vl            # its model_type
     architecture: MyForConditionalGeneration
     language: mymodel_vl_text     # model_type of text_config, by which the family of the language model is known
-    alone: mymodel                # the family that the language model is as a model of its own
-    modules: [visual]             # those beside the language model, as config.json's class has them
+    alone: mymodel                # the family that the language model is as a separate model
+    modules: [visual]             # those next to the language model, as config.json's class has them
     spelling: model.language_model.   # before `layers.` in the released files
-    flat: true                    # config.json may have no text_config, its fields beside those of the towers
+    flat: true                    # config.json may have no text_config, its fields next to those of the towers
     defaults: {hidden_size: 64}   # what the class of text_config takes for fields that the released files leave out
     vision: {depth: 2}            # the same of vision_config, `whole` of config.json itself: the fields named below
-    names: {visual: [visual., model.visual.]}  # what `<visual>` in `hf` stands for: the released files' first
+    names: {visual: [visual., model.visual.]}  # what `<visual>` in `hf` means: the released files' first
     core_names: {tower: [tower.model., tower.]}  # the same in `core`: Megatron-Bridge's first
     sizes: {ffn: intermediate_size, qkv: [3, hidden_size]}  # of vision_config, or `language.` or `whole.` of the
                                   # others: a field, a number, `A // B`, or the product of several
@@ -36,7 +36,7 @@ from typing import Any, TypeAlias
 
 from ckpt_tools.errors import CkptError, MappingError, list_problems
 from ckpt_tools.megatron.huggingface.config.model_args import MAX_LAYERS, MAX_SIZE
-from ckpt_tools.megatron.huggingface.families.file_places import Problems, RuleSource, parse_rule_source
+from ckpt_tools.megatron.huggingface.families.file_places import RuleSource, parse_rule_source
 from ckpt_tools.megatron.huggingface.families.rule_items import Names, Words, read_rules
 from ckpt_tools.megatron.huggingface.mapping.rules import SMALLEST, Pair, Rule, pairs_of
 
@@ -75,16 +75,16 @@ def vision_language(model_type: str) -> VisionLanguage:
     source = _source(model_type)
     data = _whole(source)
     core, names = ({k: tuple(v) for k, v in data.get(key, {}).items()} for key in ("core_names", "names"))
-    problems = Problems()
+    top = source.top
     words = Words(
         Names({name: spelled[0] for name, spelled in (core | names).items()}),
         tuple(data.get("sizes", {})),
         tuple(data.get("conditions", {})),
         frozenset(data.get("layers", {})),
     )
-    rules = read_rules(data.get("rules", []), words, source.top / "rules", problems)
-    if problems:
-        raise CkptError(f"{FOLDER / model_type}.yaml:\n{list_problems(problems)}", problems)
+    rules = read_rules(data.get("rules", []), words, top / "rules")
+    if top.problems:
+        raise CkptError(f"{FOLDER / model_type}.yaml:\n{list_problems(top.problems)}", top.problems)
     return VisionLanguage(
         model_type,
         data["architecture"],
@@ -128,7 +128,7 @@ def _whole(source: RuleSource) -> dict[str, Any]:
 def tower_pairs(
     kind: VisionLanguage, config: Mapping[str, Any], language: Mapping[str, Any], present: Iterable[str]
 ) -> list[Pair]:
-    """All pairs of the modules beside the language model.
+    """All pairs of the modules next to the language model.
 
     Args:
         config: config.json of the whole model.
