@@ -11,5 +11,6 @@
 * `param_groups`: the optimizer's groups, and which parameter is in which
 * `vocab`: padded vocabularies
 * `hybrid`: HybridModel and MambaModel: layers in the order of a pattern
-* `adapters`: low-rank adapters (LoRA): their keys, and a model with them merged into its weights
+* `adapters`: low-rank adapters (LoRA): their keys, and which weights they are added to
+* `merged`: a model with adapters merged into its weights (kernels: apart, since `inspect` reads keys without numpy)
 """

@@ -19,18 +19,14 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeGuard
 
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems, raise_if
-from ckpt_tools.megatron.huggingface.config.megatron_args import read_model_args
 from ckpt_tools.megatron.keys import EXPERTS, expert_of, role_of, stacked_layers, strip_wrappers
-from ckpt_tools.model.catalog import Catalog, Made, TensorEntry, Value, concat, made_entry
+from ckpt_tools.model.catalog import Catalog, TensorEntry, Value, concat
 from ckpt_tools.model.dtypes import CASTABLE
-from ckpt_tools.model.kernels.low_rank import AddLowRank
-from ckpt_tools.model.model import Model, Parameter
-from ckpt_tools.model.roles import WEIGHT
 from ckpt_tools.model.views import Select
 
 WRAPPED = ".to_wrap."
@@ -139,7 +135,7 @@ def adapter_name(key: str) -> FactorName | None:
 
 
 def read_adapters(tensors: AdapterTensors, how: AdapterSettings) -> list[Adapter]:
-    found: list[Adapter] = []
+    adapters: list[Adapter] = []
     problems = [
         f"{entry.key}: its linear_out is missing"
         for name, entry in tensors.factors.items()
@@ -151,12 +147,12 @@ def read_adapters(tensors: AdapterTensors, how: AdapterSettings) -> list[Adapter
             problems.append(f"{out.key}: its linear_in is missing")
             continue
         try:
-            found += _layers(name, into, out, how)
+            adapters += _layers(name, into, out, how)
         except MappingError as error:
             problems.append(str(error))
     raise_if(problems, MappingError, "the adapter is not whole")
-    _refuse_lost_experts(found, how.expert_ranks)
-    return found
+    _refuse_lost_experts(adapters, how.expert_ranks)
+    return adapters
 
 
 def _layers(name: FactorName, into: TensorEntry, out: TensorEntry, how: AdapterSettings) -> list[Adapter]:
@@ -183,7 +179,7 @@ def _layers(name: FactorName, into: TensorEntry, out: TensorEntry, how: AdapterS
                 f"{entry.key} is {entry.dtype}; adapters are merged from {', '.join(CASTABLE)}"
             )
     at, order = stacked[0] if stacked else 0, _row_order(name, out, how)
-    found = []
+    adapters = []
     left, right = (
         replace(entry.value, dtype="float64" if entry.dtype == "float64" else "float32")
         for entry in (out, into)
@@ -191,7 +187,7 @@ def _layers(name: FactorName, into: TensorEntry, out: TensorEntry, how: AdapterS
     for index in itertools.product(*map(range, lead)):
         selected = [Select(0, i) for i in index]
         rows = left.seen(*selected)
-        found.append(
+        adapters.append(
             Adapter(
                 f"{base[:at]}{index[0]}.{base[at:]}" if stacked else base,
                 name.part,
@@ -200,7 +196,7 @@ def _layers(name: FactorName, into: TensorEntry, out: TensorEntry, how: AdapterS
                 right.seen(*selected),
             )
         )
-    return found
+    return adapters
 
 
 def _row_order(name: FactorName, out: TensorEntry, how: AdapterSettings) -> list[tuple[int, int]]:
@@ -239,126 +235,3 @@ def _refuse_lost_experts(adapters: Iterable[Adapter], expert_ranks: int | None) 
             + list_problems(shared[:4]),
             shared[:4],
         )
-
-
-# ---- a model with adapters merged into its weights
-
-
-class Rows(NamedTuple):
-    """`size` rows from `start` of a weight."""
-
-    start: int
-    size: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.size
-
-
-def merged_model(model: Model, adapters: Sequence[Adapter], alpha: float) -> Model:
-    """The weights of `model` with every adapter's part added, and nothing of its optimizer.
-
-    Where fp32 masters are there, a part is added to the master, rounded to float32, and the weight is the rounding of
-    that, as it is in every checkpoint that a job writes; else it is added to the weight and rounded once.
-    """
-    of: dict[str, list[Adapter]] = {}
-    for adapter in adapters:
-        of.setdefault(adapter.base, []).append(adapter)
-    names = {p.name for p in model.parameters}
-    problems = [f"{a.label}: the base has no such weight" for a in adapters if a.base not in names]
-    made: dict[str, TensorEntry] = {}
-    parameters = []
-    for parameter in model.parameters:
-        its = [a for a in of.get(parameter.name, ()) if a.expert in (None, parameter.expert)]
-        weight = parameter.weight
-        try:
-            weight = _merged(parameter, its, alpha, made, model) if its else weight
-        except (MappingError, ValueError) as error:
-            problems.append(f"{parameter.name}: {error}")
-        parameters.append(replace(parameter, values={WEIGHT: weight}))
-    raise_if(problems, MappingError, "the adapter does not fit the base")
-    catalog = replace(model.catalog, tensors={**model.catalog.tensors, **made})
-    return replace(
-        model,
-        catalog=catalog,
-        parameters=tuple(parameters),
-        optimizer_layout=None,
-        groups=(),
-        own_optimizer=None,
-    )
-
-
-def _merged(
-    parameter: Parameter,
-    adapters: Iterable[Adapter],
-    alpha: float,
-    made: dict[str, TensorEntry],
-    model: Model,
-) -> Value:
-    """The weight with the parts of its adapters added; `made` gets the tensors that are computed for it."""
-    main, weight = parameter.main, parameter.weight
-    if main.dtype not in CASTABLE or len(main.shape) != 2:
-        raise MappingError(f"nothing is added to a {main.dtype} tensor of shape {main.shape}")
-    name = parameter.name if parameter.expert is None else f"{parameter.name} of expert {parameter.expert}"
-    parts: dict[int, Value] = {}  # by their first row
-    free = [Rows(0, main.shape[0])]
-    for adapter in adapters:
-        rows = rows_of(adapter, parameter, model.common.args or model.common.model_config)
-        key = f"{name} with its adapter{f' ({adapter.part})' if adapter.part else ''}"
-        base = concat(name, [main.rows(*r) for r in rows])
-        wide = "float64" if main.dtype == "float64" else "float32"
-        inputs = (replace(base, dtype=wide), adapter.left, adapter.right)
-        factors = tuple(value.sources[0].key for value in (adapter.left, adapter.right))
-        kernel = AddLowRank(main.dtype, alpha / adapter.rank, (factors[0], factors[1]))
-        made[key] = made_entry(key, Made(kernel, inputs))
-        at = 0
-        for start, size in rows:
-            parts[start] = replace(made[key].value.rows(at, size), dtype=weight.dtype)
-            at += size
-        free = [part for one in free for part in _without(one, rows)]
-    parts |= {rows.start: weight.rows(*rows) for rows in free}
-    return concat(name, [parts[start] for start in sorted(parts)])
-
-
-def _without(one: Rows, taken: Iterable[Rows]) -> Iterable[Rows]:
-    start = one.start
-    for rows in sorted(taken):
-        if rows.stop <= start or rows.start >= one.stop:
-            continue
-        if rows.start > start:
-            yield Rows(start, rows.start - start)
-        start = max(start, rows.stop)
-    if start < one.stop:
-        yield Rows(start, one.stop - start)
-
-
-def rows_of(adapter: Adapter, parameter: Parameter, args: Mapping[str, object]) -> list[Rows]:
-    """The rows of a weight that an adapter is added to, in the order of the adapter's.
-
-    linear_qkv has the queries, the key and the value of each query group one after another (Bridge
-    peft/canonical_lora.py `_interleave_qkv`), linear_fc1 the gate and then the up half.
-    """
-    whole, part = parameter.shape[0], adapter.part
-    if part in ("q", "k", "v"):
-        model = read_model_args(args)
-        queries, dim = (
-            model.num_attention_heads // model.num_query_groups * model.kv_channels,
-            model.kv_channels,
-        )
-        size, offset = {"q": (queries, 0), "k": (dim, queries), "v": (dim, queries + dim)}[part]
-        step = queries + 2 * dim
-        found = [Rows(g * step + offset, size) for g in range(model.num_query_groups)]
-        whole -= step * model.num_query_groups
-        if whole:
-            raise MappingError(
-                f"{parameter.shape[0]} rows are not those of {model.num_query_groups} query groups"
-            )
-    elif part:
-        found = [Rows(whole // 2 * (part == "up"), whole // 2)]
-    else:
-        found = [Rows(0, whole)]
-    wanted = (sum(rows.size for rows in found), parameter.shape[1])
-    shape = (adapter.left.shape[0], adapter.right.shape[1])
-    if shape != wanted:
-        raise MappingError(f"its adapter{part and f' ({part})'} makes {shape}, where the weight has {wanted}")
-    return found

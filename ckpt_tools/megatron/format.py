@@ -118,12 +118,12 @@ def _plain_weights(catalog: Catalog) -> Weights:
 
 def _plain_without_optimizer(catalog: Catalog) -> frozenset[str]:
     weights = frozenset(key for key, role in _plain_roles(catalog).items() if role == WEIGHT)
-    found = read_state_dict(catalog)
+    keys = read_state_dict(catalog)
     roots = {root_of(catalog, key) for key in weights} - {""}
     return weights.union(
         key
-        for key in found.others
-        if (found.model and key.startswith(found.model))
+        for key in keys.others
+        if (keys.model and key.startswith(keys.model))
         or root_of(catalog, key) in roots
         or key.endswith(EXTRA_STATE)
     )

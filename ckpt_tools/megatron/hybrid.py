@@ -47,8 +47,8 @@ def as_gpt(
     layers = len(pattern) // 2
     unset = dict.fromkeys(_NAMED_BY)
     if pattern.replace("E", "-") != "*-" * layers:
-        found = {**settings, **unset, "hybrid_override_pattern": pattern, "num_layers": len(pattern)}
-        return dict(parameters), found, f"the checkpoint is a HybridModel of layers {pattern!r}"
+        own_settings = {**settings, **unset, "hybrid_override_pattern": pattern, "num_layers": len(pattern)}
+        return dict(parameters), own_settings, f"the checkpoint is a HybridModel of layers {pattern!r}"
     renamed = {gpt_name(name): value for name, value in parameters.items()}
     note = f"a HybridModel of {len(pattern)} layers {pattern!r} is exported as {layers} transformer layers"
     return renamed, {**settings, **unset, "spec": None, "num_layers": layers}, note
@@ -65,17 +65,17 @@ def _pattern(names: Iterable[str]) -> str:
             )
     # the rest of a layer of experts looks like an MLP, and a Falcon-H1's layer has attention and an MLP next to Mamba
     whole = {"P": set("*-"), "E": set("-")}
-    found = {
+    of_layer = {
         number: kind - next((rest for one, rest in whole.items() if one in kind), set())
         for number, kind in kinds.items()
     }
-    mixed = [number for number, kind in found.items() if len(kind) != 1]
+    mixed = [number for number, kind in of_layer.items() if len(kind) != 1]
     if mixed:
         raise MappingError(
             f"decoder.layers.{mixed[0]}: a layer of a HybridModel is attention, an MLP, experts or Mamba, this one "
-            f"holds {sorted(found[mixed[0]])}"
+            f"holds {sorted(of_layer[mixed[0]])}"
         )
-    return "".join(next(iter(found[number])) for number in sorted(found))
+    return "".join(next(iter(of_layer[number])) for number in sorted(of_layer))
 
 
 def gpt_name(name: str) -> str:

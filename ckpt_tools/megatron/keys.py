@@ -305,8 +305,8 @@ def parameter_of(key: str) -> ParameterKey | None:
 
 def parameter_name(key: str) -> str | None:
     """The stored name of the parameter whose value `key` holds, None for none."""
-    found = parameter_of(key)
-    return found.name if found else None
+    parameter = parameter_of(key)
+    return parameter.name if parameter else None
 
 
 def group_key(key: str) -> GroupKey | None:

@@ -73,10 +73,10 @@ DIALECTS: dict[DialectName, Dialect] = {
 
 
 def dialect_named(name: str) -> Dialect:
-    found = next((dialect for dialect in DIALECTS.values() if dialect.name == name), None)
-    if found is None:
+    known = next((dialect for dialect in DIALECTS.values() if dialect.name == name), None)
+    if known is None:
         raise UsageError(f"unknown target {name!r}; known targets are {', '.join(DIALECTS)}")
-    return found
+    return known
 
 
 def dialect_for(asked: str | None, otherwise: str, names: Iterable[str]) -> Dialect:

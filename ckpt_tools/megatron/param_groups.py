@@ -74,8 +74,8 @@ def derive_memberships(
         if fitting is None:
             fitting = fit[asked] = [i for i, group in enumerate(groups) if _fits(group, wanted)]
         if not fitting or any(dict(groups[i]) != dict(groups[fitting[0]]) for i in fitting):
-            found = "no group" if not fitting else f"groups {fitting}"
-            problems.append(f"{parameter.group_name} (wants {wanted}; {rule}) fits {found}")
+            fits = "no group" if not fitting else f"groups {fitting}"
+            problems.append(f"{parameter.group_name} (wants {wanted}; {rule}) fits {fits}")
         else:
             memberships[parameter.group_name] = member(fitting[0], rule)
     raise_if(

@@ -55,14 +55,14 @@ def told_tokens(args: Mapping[str, Any]) -> tuple[int, ...]:
     size, kind = count_of(args.get("vocab_size")), str(args.get("tokenizer_type") or "")
     if size is None or not (kind.startswith(("Null", "TikTokenizer")) or args.get("should_pad_vocab")):
         return ()
-    found = (size, size + 1) if kind.startswith("Null") else (size,)
+    possible = (size, size + 1) if kind.startswith("Null") else (size,)
     padded, multiple, tp = (
         count_of(args.get(name))
         for name in ("padded_vocab_size", "make_vocab_size_divisible_by", "tensor_model_parallel_size")
     )
     if padded is None or multiple is None or tp is None:
-        return found
-    return tuple(tokens for tokens in found if padded_rows(tokens, multiple, tp) == padded)
+        return possible
+    return tuple(tokens for tokens in possible if padded_rows(tokens, multiple, tp) == padded)
 
 
 def vocabulary(
@@ -97,26 +97,26 @@ def resize_vocab(parameters: Sequence[LiveParameter], rows: int, vocab_size: int
     `vocab_size` is the number of real tokens where it is known; then cutting is proven by it alone, and `cut` is
     empty.
     """
-    found = {p.name: p.shape[0] for p in parameters if p.name.endswith(VOCAB_NAMES)}
-    if not found:
+    sizes = {p.name: p.shape[0] for p in parameters if p.name.endswith(VOCAB_NAMES)}
+    if not sizes:
         raise MappingError("--vocab-size-padded: the model has no word embedding and no output layer")
-    if len(set(found.values())) > 1:
-        raise MappingError(f"--vocab-size-padded: the vocabulary tensors have different sizes: {found}")
+    if len(set(sizes.values())) > 1:
+        raise MappingError(f"--vocab-size-padded: the vocabulary tensors have different sizes: {sizes}")
     if vocab_size is not None and rows < vocab_size:
         raise UsageError(f"--vocab-size-padded {rows} is less than the {vocab_size} tokens of the vocabulary")
-    before = next(iter(found.values()))
+    before = next(iter(sizes.values()))
     changed = [
         # vocabulary tensors are never fused
         replace(p, shape=(rows, *p.shape[1:]), rows=(p.rows[0]._replace(count=min(p.shape[0], rows)),))
-        if p.name in found
+        if p.name in sizes
         else p
         for p in parameters
     ]
-    what = f"{before} -> {rows} rows in {', '.join(found)}"
+    what = f"{before} -> {rows} rows in {', '.join(sizes)}"
     notes = (
         ()
         if rows == before
         else (f"vocabulary: {what} ({'zeros added' if rows > before else 'padding cut'})",)
     )
-    cut = tuple(found) if rows < before and vocab_size is None else ()
+    cut = tuple(sizes) if rows < before and vocab_size is None else ()
     return VocabChange(changed, cut, rows, notes)

@@ -240,6 +240,15 @@ def test_parameters_that_do_not_fit_are_named(
         Placement([Parameter("ok", (4, 4), "bfloat16"), parameter], topology, layout)
 
 
+def test_mesh_axes_say_what_is_sharded() -> None:
+    p, b = Parameter("w", (4, 2), "float32", tp_dim=1), Parameter("b", (4,), "float32", buffer=True)
+    hfsdp = Placement([p, b], Topology(2, 3, 2, outer_strategy="optim"))
+    assert hfsdp.mesh(p) == (("dp_outer", 3, 0), ("dp_shard", 2, 0), ("tp", 2, 1))
+    assert hfsdp.mesh(b) == ()
+    whole = Placement([p], Topology(2, 3, strategy="no_shard"))
+    assert whole.mesh(p) == (("dp_outer", 3, None), ("dp_shard", 2, None))
+
+
 def test_even_takes_scalars_and_gives_them_to_rank_0() -> None:
     placement = Placement(
         [Parameter("s", (), "float32"), Parameter("w", (3, 0), "float32")], Topology(3), "even"

@@ -69,9 +69,9 @@ def dcp_model(
 ) -> Model:
     refuse_group_map(files.location, catalog)
     catalog, left_out = leave_out(catalog, ignored)
-    found = read_state_dict(catalog)
-    if not is_megatron(found):
-        some = ", ".join(list(found.weights)[:3])
+    keys = read_state_dict(catalog)
+    if not is_megatron(keys):
+        some = ", ".join(list(keys.weights)[:3])
         raise UnsupportedCheckpointError(
             f"{files.location} is a PyTorch state dict, and its weights ({some}, ...) do not have the names of a "
             "Megatron model. It can be re-sharded (convert --to dcp --dp-shard N). If the names are "
@@ -80,17 +80,17 @@ def dcp_model(
             "scripts/checkpoint_conversion/convert_to_hf.py). import-hf makes a Megatron checkpoint of such a folder"
         )
     _refuse_parts(files.location, common)
-    names = Counter(map(_unwrapped, found.weights))
+    names = Counter(map(_unwrapped, keys.weights))
     twice = [name for name, count in names.items() if count > 1]
     raise_if(twice, MappingError, "weights that are one without their wrappers")
     values = SmallValues(files, trust_pickle)
-    kinds, groups, notes = _optimizers(found, catalog, values, rounds, weights_only)
-    others = (k for k in found.others if k not in COMMON_ITEMS and not k.startswith(NESTED_STATES))
+    kinds, groups, notes = _optimizers(keys, catalog, values, rounds, weights_only)
+    others = (k for k in keys.others if k not in COMMON_ITEMS and not k.startswith(NESTED_STATES))
     source = FsdpSource(
         catalog=catalog,
         common=common,
         tensors=tuple(_tensor(name, key, kinds.get(name, {}), catalog, values)
-                      for name, key in found.weights.items()),
+                      for name, key in keys.weights.items()),
         groups={_unwrapped(name): fields for name, fields in groups.items()},
         **read_training_state(catalog, values)._asdict(),
         dropped=(*left_out, *left_out_by(_DROPPED, others)),
@@ -100,7 +100,7 @@ def dcp_model(
     model = fsdp_model(source, tp=tp, layer_spec=layer_spec, weights_only=weights_only)
     if not is_adams(model.parameters):
         model = replace(model, notes=(*model.notes, _NOT_ADAM))
-    return replace(model, optimizer_layout=None if model.optimizer_layout is None else found.layout)
+    return replace(model, optimizer_layout=None if model.optimizer_layout is None else keys.layout)
 
 
 def refuse_group_map(location: str, catalog: Catalog) -> None:
@@ -125,16 +125,16 @@ def _refuse_parts(location: str, common: CommonState) -> None:
 
 
 def _optimizers(
-    found: StateDict, catalog: Catalog, values: SmallValues, rounds: Rounds, weights_only: bool
+    keys: StateDict, catalog: Catalog, values: SmallValues, rounds: Rounds, weights_only: bool
 ) -> tuple[dict[str, dict[str, str]], dict[str, Mapping[str, Any]], tuple[str, ...]]:
     """State keys by parameter and kind, group fields by parameter, and notes; of weights alone masters only."""
     kinds: dict[str, dict[str, str]] = {}
     groups: dict[str, Mapping[str, Any]] = {}
     try:
-        for optimizer in found.optimizers:
+        for optimizer in keys.optimizers:
             if weights_only and not optimizer.masters:
                 continue
-            for name, states, fields in _parameters(optimizer, found, catalog, values, rounds):
+            for name, states, fields in _parameters(optimizer, keys, catalog, values, rounds):
                 kinds[name] = {MASTER: states[MASTER]} if weights_only and MASTER in states else dict(states)
                 step = _value(states[STEP], catalog, values) if STEP in states and not weights_only else None
                 groups[name] = megatron_fields(fields, step)
@@ -142,7 +142,7 @@ def _optimizers(
         if not weights_only:
             raise
         return {}, {}, (unread_optimizer(error),)
-    stray = [name for name in kinds if name not in found.weights]
+    stray = [name for name in kinds if name not in keys.weights]
     raise_if(stray, MappingError, "optimizer states of parameters that the model does not have")
     return kinds, {} if weights_only else groups, ()
 
@@ -226,14 +226,14 @@ def owners(
 def group_members(optimizer: OptimizerKeys, catalog: Catalog, values: SmallValues) -> list[list[Any]]:
     """The names or numbers of the parameters of each group, where groups list them."""
     wanted = int if optimizer.form == "by_number" else str
-    found: list[list[Any]] = []
+    members: list[list[Any]] = []
     for owner in sorted(optimizer.groups, key=int):
         key = optimizer.groups[owner].get("params")
         listed = [] if key is None else _value(key, catalog, values)
         if not isinstance(listed, list | tuple) or any(type(name) is not wanted for name in listed):
             raise MappingError(f"{key}: expected the {'numbers' if wanted is int else 'names'} of parameters")
-        found.append([f"{optimizer.prefix}{name}" for name in listed] if wanted is str else list(listed))
-    return found
+        members.append([f"{optimizer.prefix}{name}" for name in listed] if wanted is str else list(listed))
+    return members
 
 
 def _numbered_masters(optimizer: OptimizerKeys, members: list[list[int]]) -> dict[int, str]:
@@ -336,8 +336,8 @@ def name_numbers(
         proves: a dearer test by content, asked only where shapes leave a choice.
     """
     has_shape: Fits = lambda name, number: shapes.get(number, parameters[name]) == parameters[name]  # noqa: E731
-    found = _interleavings(groups, list(parameters), has_shape)
-    if len(found) > 1 and proves is not None:
+    ways = _interleavings(groups, list(parameters), has_shape)
+    if len(ways) > 1 and proves is not None:
         seen: dict[tuple[str, int], bool] = {}
 
         def fits(name: str, number: int) -> bool:
@@ -346,14 +346,14 @@ def name_numbers(
                 seen[at] = has_shape(name, number) and (number not in shapes or proves(name, number))
             return seen[at]
 
-        found = _interleavings(groups, list(parameters), fits)
+        ways = _interleavings(groups, list(parameters), fits)
     total = sum(map(len, groups))
-    if not found:
+    if not ways:
         raise MappingError(
             f"the optimizer numbers {total} parameters in {len(groups)} groups, and in no order of the groups have "
             f"its states the shapes of the model's {len(parameters)} weights: they belong to another model"
         )
-    first, *others = found
+    first, *others = ways
     if others:
         number = next(n for n in first if first[n] != others[0].get(n))
         raise OpenChoiceError(
@@ -395,8 +395,8 @@ def _add(ways: dict[tuple[int, ...], list[_Way]], taken: tuple[int, ...], more: 
 
 
 def _names(way: _Way) -> dict[int, str]:
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     while way is not None:
         way, number, name = way
-        found[number] = name
-    return found
+        names[number] = name
+    return names

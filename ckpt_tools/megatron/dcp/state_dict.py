@@ -97,20 +97,20 @@ class StateDict:
 
     def roles(self) -> dict[str, Role]:
         """What every tensor of models and optimizers is, by key."""
-        found: dict[str, Role] = dict.fromkeys((*self.weights.values(), *self.more), WEIGHT)
+        roles: dict[str, Role] = dict.fromkeys((*self.weights.values(), *self.more), WEIGHT)
         for optimizer in self.optimizers:
-            found |= dict.fromkeys(optimizer.masters.values(), MASTER)
+            roles |= dict.fromkeys(optimizer.masters.values(), MASTER)
             for kinds in optimizer.states.values():
-                found |= {key: state_role(kind.rpartition(".")[2]) for kind, key in kinds.items()}
-        return found
+                roles |= {key: state_role(kind.rpartition(".")[2]) for kind, key in kinds.items()}
+        return roles
 
     def parameters(self) -> dict[str, str]:
         """The parameter of every weight, and of every state that is named for it, by key."""
-        found = {key: name for name, key in self.weights.items()}
+        owners = {key: name for name, key in self.weights.items()}
         for optimizer in self.optimizers:
             if optimizer.form != "by_number":
-                found |= {key: owner for owner, keys in optimizer.states.items() for key in keys.values()}
-        return found
+                owners |= {key: owner for owner, keys in optimizer.states.items() for key in keys.values()}
+        return owners
 
     @property
     def layout(self) -> str:
@@ -133,10 +133,10 @@ def is_group_map(catalog: Catalog) -> bool:
 
 def read_state_dict(catalog: Catalog) -> StateDict:
     """The keys of a plain PyTorch checkpoint, sorted: once for a catalog, since a large one takes seconds."""
-    found: StateDict | None = catalog.derived.get("state_dict")
-    if found is None:
-        found = catalog.derived["state_dict"] = _read(catalog)
-    return found
+    sorted_keys: StateDict | None = catalog.derived.get("state_dict")
+    if sorted_keys is None:
+        sorted_keys = catalog.derived["state_dict"] = _read(catalog)
+    return sorted_keys
 
 
 def _read(catalog: Catalog) -> StateDict:
@@ -146,7 +146,7 @@ def _read(catalog: Catalog) -> StateDict:
     for leaf in leaves:
         roots.setdefault(leaf.root, []).append(leaf)
     masters = _masters(catalog, roots)
-    inside = {leaf.key for leaf in leaves} | {key for found in masters.values() for key in found.values()}
+    inside = {leaf.key for leaf in leaves} | {key for of_root in masters.values() for key in of_root.values()}
     parameters = {owner for leaf in leaves if (owner := _owner(leaf)) and not is_number(owner)}
     dicts = _possible_models(catalog, inside, parameters)
     claims = _trained_models(catalog, dicts, roots, parameters)
@@ -165,17 +165,17 @@ def _read(catalog: Catalog) -> StateDict:
         for root, inner in roots.items()
     )
     used = inside | set(weights.values())
-    more = tuple(key for found in dicts.values() for key in found if key not in used)
+    more = tuple(key for of_dict in dicts.values() for key in of_dict if key not in used)
     return StateDict(model, weights, optimizers, tuple(key for key in keys if key not in used), more)
 
 
 def _optimizer_leaves(catalog: Catalog, keys: Iterable[str]) -> list[_Leaf]:
     """The keys of optimizers: a dict or a module may be called `state` too, but it has no groups."""
-    possible = [found for key in keys if (found := _leaves(catalog, key))]
-    grouped = {leaf.root for found in possible for leaf in found if leaf.part == "param_groups"}
+    possible = [leaves for key in keys if (leaves := _leaves(catalog, key))]
+    grouped = {leaf.root for leaves in possible for leaf in leaves if leaf.part == "param_groups"}
     chosen = (
-        next((leaf for leaf in found if leaf.root in grouped or "optim" in leaf.root), None)
-        for found in possible
+        next((leaf for leaf in leaves if leaf.root in grouped or "optim" in leaf.root), None)
+        for leaves in possible
     )
     return [leaf for leaf in chosen if leaf]
 
@@ -185,17 +185,17 @@ def _leaves(catalog: Catalog, key: str) -> list[_Leaf]:
     path = catalog.planner_paths.get(key)
     if path is None:
         return [leaf] if (leaf := _untold(key)) else []
-    steps, found = [str(step) for step in path], list[_Leaf]()
+    steps, leaves = [str(step) for step in path], list[_Leaf]()
     for at, step in enumerate(steps[:_DEEPEST]):
         part, _, rest = step.partition(".")
         if part not in _PARTS:
             continue
         root = "".join(f"{outer}." for outer in steps[:at])
         if not rest and at + 2 < len(steps):
-            found.append(_Leaf(key, root, part, tuple(steps[at + 1 :]), False))
+            leaves.append(_Leaf(key, root, part, tuple(steps[at + 1 :]), False))
         if rest and at + 1 == len(steps):
-            found.append(_Leaf(key, root, part, (rest,), True))
-    return found
+            leaves.append(_Leaf(key, root, part, (rest,), True))
+    return leaves
 
 
 def _untold(key: str) -> _Leaf | None:
@@ -210,13 +210,13 @@ def _untold(key: str) -> _Leaf | None:
 
 def _masters(catalog: Catalog, roots: Iterable[str]) -> dict[str, dict[tuple[int, int], str]]:
     """Masters that Megatron's 16-bit optimizer keeps next to its inner one, by the root of that."""
-    found: dict[str, dict[tuple[int, int], str]] = {}
+    masters: dict[str, dict[tuple[int, int], str]] = {}
     for key in catalog.tensors:
         head, name, place = key.partition(f"{_MASTERS}.")
         group, _, number = place.partition(".")
         if name and is_number(group) and is_number(number):
-            found.setdefault(head, {})[int(group), int(number)] = key
-    return {root: found.get(root.removesuffix("optimizer."), {}) for root in roots}
+            masters.setdefault(head, {})[int(group), int(number)] = key
+    return {root: masters.get(root.removesuffix("optimizer."), {}) for root in roots}
 
 
 def is_number(text: str) -> bool:
@@ -280,13 +280,13 @@ def _trained_models(
                 if name in parameters:
                     keys_of.setdefault(name, []).append((root, key))
     held = {root: Counter(catalog.tensors[key].shape for key in keys) for root, keys in dicts.items()}
-    found = {}
+    models = {}
     for root, states_of in shapes.items():
         of_numbers = all(map(is_number, states_of))
         model = _by_shapes(held, states_of) if of_numbers else _by_names(catalog, keys_of, states_of)
         if states_of and model:
-            found[root] = model
-    return found
+            models[root] = model
+    return models
 
 
 def _by_names(
@@ -439,10 +439,10 @@ def named_model(catalog: Catalog, wanted: Collection[str]) -> NamedModel:
     held: dict[str, dict[str, str]] = {}  # prefix -> wanted name -> key
     for key in tensors:
         name = without_segments(key)
-        found = next((one for one in endings(name) if one in wanted), None)
-        if found is not None:
-            held.setdefault(name[: len(name) - len(found)], {})[found] = key
-    whole = [prefix for prefix, found in held.items() if len(found) == len(wanted)]
+        wanted_name = next((one for one in endings(name) if one in wanted), None)
+        if wanted_name is not None:
+            held.setdefault(name[: len(name) - len(wanted_name)], {})[wanted_name] = key
+    whole = [prefix for prefix, names in held.items() if len(names) == len(wanted)]
     if len(whole) > 1:
         raise MappingError(
             f"{catalog.root} holds the model {len(whole)} times; leave out what is not meant with --ignore-keys "
@@ -461,11 +461,11 @@ def named_model(catalog: Catalog, wanted: Collection[str]) -> NamedModel:
             keys.setdefault(name.removeprefix(prefix), []).append(key)
         else:
             stray.append(key)
-    twice = [" and ".join(found) for found in keys.values() if len(found) > 1]
+    twice = [" and ".join(same) for same in keys.values() if len(same) > 1]
     raise_if(twice, MappingError, "keys that are one name without their wrappers")
     beside += [key for key in catalog.tensors if key.endswith(EXTRA_STATE) and key not in optimizer]
-    names = {name: found[0] for name, found in keys.items()}
-    return NamedModel(prefix, names, tuple(stray), tuple(beside), tuple(optimizer))
+    first = {name: same[0] for name, same in keys.items()}
+    return NamedModel(prefix, first, tuple(stray), tuple(beside), tuple(optimizer))
 
 
 def outside_optimizers(catalog: Catalog) -> tuple[list[str], dict[str, None]]:
@@ -511,15 +511,15 @@ class _Names:
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        found = read_state_dict(catalog)
-        self.front, weights = found.model, found.weights
+        state_dict = read_state_dict(catalog)
+        self.front, weights = state_dict.model, state_dict.weights
         if not catalog.planner_paths:  # then nothing but its keys tells the model's dict
             self.front, weights = "", {key: key for key in outside_optimizers(catalog)[0]}
         self.given = {without_segments(name): name for name in weights}
         self.is_clear = bool(weights) and len(self.given) == len(weights)
         self.has_segments = any(bare != name for bare, name in self.given.items())
         self._key = weights
-        self._optimizers = found.optimizers
+        self._optimizers = state_dict.optimizers
         self.head = shared_front(self.given)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -536,17 +536,18 @@ class _Names:
         def bare(name: str) -> str:
             return without_segments(name).removeprefix(prefix)
 
-        found: dict[_Meaning, str] = {("model", bare(name)): key for name, key in self._key.items()}
+        meanings: dict[_Meaning, str] = {("model", bare(name)): key for name, key in self._key.items()}
         for one in self._optimizers:
             for part, owners in (("state", one.states), ("group", one.groups)):
                 for owner, fields in owners.items():
-                    found |= {(one.root, part, bare(owner), kind): key for kind, key in fields.items()}
-        named = set(found.values())
+                    meanings |= {(one.root, part, bare(owner), kind): key for kind, key in fields.items()}
+        named = set(meanings.values())
         for key in (*self._catalog.tensors, *self._catalog.objects):
             if key not in named:
                 inside = self.front != "" and key.startswith(self.front)
-                found["model" if inside else "", bare(key.removeprefix(self.front)) if inside else key] = key
-        return found
+                name = bare(key.removeprefix(self.front)) if inside else key
+                meanings["model" if inside else "", name] = key
+        return meanings
 
     def lists(self) -> Iterator[str]:
         for one in self._optimizers:

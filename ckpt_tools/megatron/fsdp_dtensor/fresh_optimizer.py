@@ -65,7 +65,7 @@ def with_fresh_optimizer(model: Model, options: TargetOptions) -> tuple[Model, T
     settings = choose_settings(model, options)
     scheduler = scheduler_at_zero(model, settings, options)
     zeros: dict[str, TensorEntry] = {}
-    parameters = tuple(_fresh(p, _trained(p, model), zeros) for p in model.parameters)
+    parameters = tuple(_fresh(p, model, zeros) for p in model.parameters)
     has_one = model.optimizer_layout is not None or model.unread is not None or bool(model.groups)
     left_out = ("optimizer state of the source: --fresh-optimizer",) if has_one else ()
     fresh = replace(
@@ -117,19 +117,19 @@ def choose_settings(model: Model, options: TargetOptions) -> Settings:
     asked = {name: getattr(options, name) for name in _SETTINGS}
     stored = {name: model.scheduler.get(key) for name, key in _IN_SCHEDULER.items()}
     sources = (asked, model.common.args, model.common.optimizer_config, stored, _of_groups(model.groups))
-    found: dict[str, Any] = {
+    chosen: dict[str, Any] = {
         name: next((source[name] for source in sources if source.get(name) is not None), None)
         for name in _SETTINGS
     }
-    missing = [name for name in _IN_SCHEDULER if found[name] is None]
+    missing = [name for name in _IN_SCHEDULER if chosen[name] is None]
     if missing:
         raise UsageError(
             f"give {_flags(missing)} for the new optimizer: the source has none, and what is stored replaces "
             "the settings of the job that loads it. Or --no-fresh-optimizer "
             "for weights alone, from which core-0.16 and core-0.17 start (--finetune), and no later version"
         )
-    defaults = tuple(name for name in _DEFAULTS if found[name] is None)
-    settings = Settings(**found | {name: _DEFAULTS[name] for name in defaults}, defaults=defaults)
+    defaults = tuple(name for name in _DEFAULTS if chosen[name] is None)
+    settings = Settings(**chosen | {name: _DEFAULTS[name] for name in defaults}, defaults=defaults)
     _check_settings(settings)
     return settings
 
@@ -260,19 +260,13 @@ def fresh_groups(
     )
 
 
-def _trained(parameter: Parameter, model: Model) -> bool:
-    """Whether an optimizer works on it: no buffer; and where a run's own was read, what that works on."""
-    if parameter.name.endswith(BUFFERS) or parameter.weight.dtype not in CASTABLE:
-        return False
-    return not model.roles or bool(parameter.states)
-
-
-def _fresh(parameter: Parameter, trained: bool, zeros: dict[str, TensorEntry]) -> Parameter:
-    """The parameter with the states of a fresh optimizer; `zeros` gets a tensor of every shape."""
-    if not trained:
-        return replace(parameter, values={WEIGHT: parameter.weight})
-    values = {role: parameter.values[role] for role in (WEIGHT, MASTER) if role in parameter.values}
+def _fresh(parameter: Parameter, model: Model, zeros: dict[str, TensorEntry]) -> Parameter:
+    """The parameter with states if an optimizer works on it; `zeros` gets a tensor of every shape."""
     weight = parameter.weight
+    is_buffer = parameter.name.endswith(BUFFERS) or weight.dtype not in CASTABLE
+    if is_buffer or (model.roles and not parameter.states):  # what a run's own optimizer left alone stays so
+        return replace(parameter, values={WEIGHT: weight})
+    values = {role: parameter.values[role] for role in (WEIGHT, MASTER) if role in parameter.values}
     if MASTER not in values and (parameter.dtype or weight.dtype) != "float32":
         values = {MASTER: replace(weight, dtype="float32")}
     key = f"zeros of shape {parameter.shape}"

@@ -144,8 +144,8 @@ def fused_rows(name: str, sizes: Mapping[str, int], ranks: int) -> list[Run]:
 
 def split_part(name: str, style: ModelStyle) -> tuple[str, str | None]:
     """(`name`, None), or the name of the fused live tensor and the part of it that `name` is."""
-    if found := split_projection(name) or split_expert_half(name):
-        return found
+    if part_of := split_projection(name) or split_expert_half(name):
+        return part_of
     if style.fused_mla_down:
         for part in MLA_DOWN:
             if part in name:
@@ -155,19 +155,19 @@ def split_part(name: str, style: ModelStyle) -> tuple[str, str | None]:
 
 def _kept_apart(parts: Iterable[str], dialect: Dialect) -> bool:
     """Whether the dialect stores these parts on their own although the running model holds them fused."""
-    found = set(parts)
-    if found & set(MLA_DOWN):
+    names = set(parts)
+    if names & set(MLA_DOWN):
         return not dialect.mla_fused_in_state
-    return "query" in found and not dialect.gdn_fused_in_state  # a gated delta net's; Mamba has other names
+    return "query" in names and not dialect.gdn_fused_in_state  # a gated delta net's; Mamba has other names
 
 
 def part_order(base: str, parts: Iterable[str]) -> tuple[str, ...]:
     """The order in which the live tensor `base` holds these parts."""
-    found = set(parts)
+    names = set(parts)
     for order in (*PART_ORDERS, MLA_DOWN, HALVES):
-        if found == set(order):
+        if names == set(order):
             return order
-    raise MappingError(f"{base}: parts {sorted(found)} do not make a whole fused projection")
+    raise MappingError(f"{base}: parts {sorted(names)} do not make a whole fused projection")
 
 
 @dataclass(frozen=True, slots=True)

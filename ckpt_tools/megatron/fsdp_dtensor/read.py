@@ -303,11 +303,11 @@ def _mismatches(
 def _tensor(
     whole: str, parts: list[str], weights: Mapping[str, TensorEntry], states: _States, values: SmallValues
 ) -> FsdpTensor:
-    found = [{WEIGHT: weights[part]} | states.get(part, {}) for part in parts]
-    steps = {step_number(values.tensor(kinds.pop(STEP))) for kinds in found if STEP in kinds}
+    entries = [{WEIGHT: weights[part]} | states.get(part, {}) for part in parts]
+    steps = {step_number(values.tensor(kinds.pop(STEP))) for kinds in entries if STEP in kinds}
     if len(steps) > 1:
         raise MappingError(f"{whole}: its halves have different steps {sorted(steps)}")
-    joined = {kind: concat(whole, [kinds[kind].value for kinds in found]) for kind in found[0]}
+    joined = {kind: concat(whole, [kinds[kind].value for kinds in entries]) for kind in entries[0]}
     return FsdpTensor(whole, joined[WEIGHT].shape, joined, steps.pop() if steps else None)
 
 

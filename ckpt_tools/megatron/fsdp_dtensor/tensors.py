@@ -17,7 +17,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from ckpt_tools.errors import MappingError
 from ckpt_tools.formats.torch_archive.item_reader import StoredTensor
@@ -39,7 +39,6 @@ from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import InlineTensor, TargetObject, TargetTensor
 
 TORCH_ADAM_FIELDS = frozenset({"amsgrad", "foreach", "maximize", "capturable"})
-Item = TypeVar("Item", InlineTensor, TargetObject)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +94,12 @@ def _cut(value: Value, half: Half) -> Value:
 
 def running_dtype(parameter: LiveParameter) -> str | None:
     """Element type of the parameter in the running model, None if unknown."""
-    found = {p.dtype for p in parameter.stored}
-    if len(found) > 1:
+    dtypes = {p.dtype for p in parameter.stored}
+    if len(dtypes) > 1:
         raise MappingError(
-            f"{parameter.name}: its stored parts have different types {sorted(map(str, found))}"
+            f"{parameter.name}: its stored parts have different types {sorted(map(str, dtypes))}"
         )
-    return found.pop()
+    return dtypes.pop()
 
 
 def has_role(parameter: LiveParameter, role: str) -> bool:

@@ -36,7 +36,7 @@ from ckpt_tools.megatron.fsdp_dtensor.tensors import (
     step_tensors,
 )
 from ckpt_tools.megatron.hybrid import is_hybrid
-from ckpt_tools.megatron.keys import EXPERTS, STEP, parameter_of, rng_key, role_of
+from ckpt_tools.megatron.keys import COMMON_ITEMS, EXPERTS, STEP, parameter_of, rng_key, role_of
 from ckpt_tools.megatron.names import (
     BRIDGE,
     DIALECTS,
@@ -53,7 +53,7 @@ from ckpt_tools.megatron.torch_dist.optimizers import (
     refuse_missing_states,
     refuse_partial_states,
 )
-from ckpt_tools.megatron.torch_dist.stacking import layer_counts
+from ckpt_tools.megatron.torch_dist.stacking import contradicted_layers
 from ckpt_tools.megatron.vocab import VocabChange, Vocabulary, resize_vocab, told_tokens, vocabulary
 from ckpt_tools.model.catalog import Catalog, Item, concat
 from ckpt_tools.model.dtypes import CASTABLE
@@ -63,7 +63,6 @@ from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTe
 from ckpt_tools.model.views import Source
 
 NOT_LOADED = "Megatron-FSDP resumes from Adam's exp_avg and exp_avg_sq only"
-_CARRIED = ("checkpoint_version", "iteration", "num_floating_point_operations_so_far")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +132,7 @@ def build_live_target(
         backfilled=optimizer.backfilled,
         notes=(*unread_note(model), *model.notes, *notes, *vocab.notes, *optimizer.notes, *common.notes),
     )
-    args = model.common.args or model.common.model_config
+    args = model.common.settings
     tokens = told_tokens(args)
     return FsdpTarget(
         target,
@@ -272,11 +271,7 @@ def _choose_parameters(
             keys = [p.origin for p in (*seen[parameter.name].stored, *parameter.stored)]
             problems.append(f"{keys} would all be written as {parameter.name}")
         seen[parameter.name] = parameter
-    found = layer_counts(p.name for p in model.parameters).get("decoder.layers.")
-    if found is not None and model.settings.num_layers not in (None, found):
-        problems.append(
-            f"the args say num_layers = {model.settings.num_layers}, the weights have {found} layers"
-        )
+    problems += contradicted_layers((p.name for p in model.parameters), model.settings.num_layers)
     raise_if(problems, MappingError, "the weights contradict each other or the args")
     return parameters
 
@@ -295,7 +290,7 @@ def _choose_vocab(model: Model, options: TargetOptions, parameters: list[LivePar
         raise UsageError(f"--vocab-size-padded {rows}: at least one row is needed")
     if options.vocab_size is not None and options.vocab_size < 1:
         raise UsageError(f"--vocab-size {options.vocab_size}: at least one token is needed")
-    tokens = max(told_tokens(model.common.args or model.common.model_config), default=None)
+    tokens = max(told_tokens(model.common.settings), default=None)
     if options.vocab_size is not None or tokens is None or rows < tokens:
         return resize_vocab(parameters, rows, options.vocab_size)
     change = resize_vocab(parameters, rows, tokens)
@@ -340,8 +335,8 @@ def told_kinds(trainable: Iterable[LiveParameter]) -> str:
             if kind != MASTER:
                 held.setdefault(kind, []).append(parameter)
     return ", ".join(
-        f"{kind} ({len(found):,} parameters, {sum(math.prod(p.shape) for p in found):,} elements)"
-        for kind, found in held.items()
+        f"{kind} ({len(of_kind):,} parameters, {sum(math.prod(p.shape) for p in of_kind):,} elements)"
+        for kind, of_kind in held.items()
     )
 
 
@@ -349,7 +344,7 @@ def _common_part(model: Model, options: TargetOptions, dialect: Dialect, tp: int
     notes: list[str] = []
     values: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0}
     stored = model.common.values
-    values |= {k: stored[k] for k in _CARRIED if k in stored}
+    values |= {k: stored[k] for k in COMMON_ITEMS if k in stored and k != "args"}
     if "iteration" not in stored:
         notes.append("iteration: the source does not tell it; written as 0")
     if model.args_object is not None:
@@ -367,7 +362,7 @@ def _common_part(model: Model, options: TargetOptions, dialect: Dialect, tp: int
     dropped = [
         f"common state {name}: not part of fsdp_dtensor"
         for name in stored
-        if name not in {*_CARRIED, "args", "optimizer", "opt_param_scheduler", "lr_scheduler"}
+        if name not in {*COMMON_ITEMS, "optimizer", "opt_param_scheduler", "lr_scheduler"}
     ]
     tensors: list[InlineTensor] = []
     objects: list[TargetObject] = []
@@ -482,15 +477,15 @@ def _keys(catalog: Catalog, tp: int | None, writer: int | None) -> Iterator[tupl
     """(stored key, key in the target, its planner path); rng states for `tp` ranks, the last rank's repeated."""
     for old in (*catalog.objects, *catalog.tensors):
         path = tuple(catalog.planner_paths.get(old, (old,)))
-        found = rng_key(old)
-        if found is None or writer is None or tp is None or tp == writer:
+        rng = rng_key(old)
+        if rng is None or writer is None or tp is None or tp == writer:
             yield old, old, path
             continue
-        rank = found.tp
+        rank = rng.tp
         for t in range(rank, tp) if rank == writer - 1 else [rank] if rank < tp else []:
-            name = f"({found.pp}, {t})"
-            middle = tuple(name if step == f"({found.pp}, {rank})" else step for step in path)
-            yield old, f"rng_state.{name}.{found.rest}", middle
+            name = f"({rng.pp}, {t})"
+            middle = tuple(name if step == f"({rng.pp}, {rank})" else step for step in path)
+            yield old, f"rng_state.{name}.{rng.rest}", middle
 
 
 def _regrouped(source: FsdpSource, writer: int | None, tp: int) -> Iterator[tuple[str, tuple[Source, ...]]]:

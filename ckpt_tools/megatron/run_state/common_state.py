@@ -81,6 +81,11 @@ class CommonState:
         return args[name] if name in args else self.model_config.get(name, default)
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """All arguments, or Bridge's model configuration where the writer stored none."""
+        return self.args or self.model_config
+
+    @property
     def of_torch_dist(self) -> bool:
         """Whether a `torch_dist` checkpoint had it: `fsdp_dtensor` has no entry for all of it."""
         return self.source in ("common.pt", "common_state")

@@ -100,7 +100,7 @@ def is_held_in_fp8(name: str, common: CommonState) -> bool:
     arg = common.arg
     if not arg("fp8") or not (arg("fp8_param_gather") or arg("fp8_param")):
         return False
-    if arg("transformer_impl") == "local" and not says_hybrid(common.args or common.model_config):
+    if arg("transformer_impl") == "local" and not says_hybrid(common.settings):
         return False
     layer = layer_of(name)
     if layer is None or not _LINEAR.fullmatch(".".join(name.split(".")[-2:])):

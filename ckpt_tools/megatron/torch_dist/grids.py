@@ -104,10 +104,12 @@ def rng_grid(
         return RngGrid(pp, tp)
     world, source = (gpus, "--gpus") if gpus is not None else (common.arg("world_size"), "args")
     if world is None or world % (pp * tp) or world < pp * tp:
-        found = "their number is unknown" if world is None else f"{world} GPUs are not a multiple of TP x PP"
+        problem = (
+            "their number is unknown" if world is None else f"{world} GPUs are not a multiple of TP x PP"
+        )
         raise UsageError(
             f"a {dialect.name} job with expert parallel size {ep} asks for the rng states of each of its "
-            f"data-parallel ranks, and {found}: give --gpus, the GPUs of the job (TP {tp} x PP {pp} x the data and "
+            f"data-parallel ranks, and {problem}: give --gpus, the GPUs of the job (TP {tp} x PP {pp} x the data and "
             "context parallel ranks)"
         )
     return RngGrid(pp, tp, Size(world // (pp * tp), source))

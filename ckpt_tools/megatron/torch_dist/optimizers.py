@@ -150,9 +150,9 @@ def spelled_master(entry: Any, kinds: Iterable[str], all_kinds: Iterable[str]) -
     Where a layer-wise optimizer is next to a distributed one, the first has the matrices: it is Muon, whose
     buffers nothing else has, or Lion with Adam for the rest.
     """
-    found = {isinstance(part, Mapping) and _SHARDING in part for part in parts_of(entry)}
-    if found != {True, False}:
-        return "param" if found == {True} else "fp32_param"
+    kinds_of_optimizer = {isinstance(part, Mapping) and _SHARDING in part for part in parts_of(entry)}
+    if kinds_of_optimizer != {True, False}:
+        return "param" if kinds_of_optimizer == {True} else "fp32_param"
     is_layer_wise = (
         "momentum_buffer" in kinds if "momentum_buffer" in all_kinds else "exp_avg_sq" not in kinds
     )

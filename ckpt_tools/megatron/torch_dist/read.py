@@ -123,7 +123,7 @@ def extra_states(files: Files, catalog: Catalog, common: CommonState) -> dict[st
 
     Those of modules without FP8 are empty. Where the args say that the job has no such modules, none is looked at.
     """
-    known = common.args or common.model_config
+    known = common.settings
     if known and not any(common.arg(name) for name in ("fp8", "fp4")):
         return {}
     items = {key: e.item for key, e in catalog.objects.items() if "._extra_state/" in key}
@@ -142,8 +142,8 @@ def _holds_something(value: object) -> bool:
 def _grad_scaler(optimizer: object) -> Mapping[str, Any]:
     """The loss scaler's state of an fp16 run; empty without one."""
     parts = [optimizer, *optimizer.values()] if isinstance(optimizer, Mapping) else []
-    found = (p["grad_scaler"] for p in parts if isinstance(p, Mapping) and p.get("grad_scaler"))
-    return fields_at(next(found, {}), "optimizer.grad_scaler")
+    scalers = (p["grad_scaler"] for p in parts if isinstance(p, Mapping) and p.get("grad_scaler"))
+    return fields_at(next(scalers, {}), "optimizer.grad_scaler")
 
 
 def _states(
@@ -197,13 +197,13 @@ def _groups_of_buckets(files: Files, catalog: Catalog) -> list[dict[str, Any]]:
 
 def rng_states(files: Files, catalog: Catalog) -> tuple[dict[tuple[int, int], object], tuple[str, ...]]:
     """The rng states by (pp, tp), of several data-parallel entries the first; and what of them is missing."""
-    found: dict[tuple[int, int], object] = {}
+    states_of: dict[tuple[int, int], object] = {}
     ranks = {key: rank for key in catalog.objects if (rank := rng_shard(key))}
     for key, rank in ranks.items():
         if not rank.dp:
             states = only_one(load_object(files, catalog.objects[key].item), key)
-            found[rank.pp, rank.tp] = rng_at(states, key)
-    return found, tuple(grid.problem for grid in object_grids(ranks) if grid.problem)
+            states_of[rank.pp, rank.tp] = rng_at(states, key)
+    return states_of, tuple(grid.problem for grid in object_grids(ranks) if grid.problem)
 
 
 def dropped_objects(keys: SortedKeys, consumed: frozenset[str], unknown_keys: bool) -> list[str]:

@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeAlias
 from ckpt_tools.errors import MappingError, raise_if
 from ckpt_tools.megatron.adapters import not_merged
 from ckpt_tools.megatron.keys import (
+    DECODER_LAYERS,
     HALVES,
     Layer,
     expert_of,
@@ -131,6 +132,14 @@ def layer_counts(names: Iterable[str]) -> Mapping[str, int]:
         if layer:
             counts[layer.block] = max(counts.get(layer.block, 0), layer.number + 1)
     return counts
+
+
+def contradicted_layers(names: Iterable[str], told: object) -> list[str]:
+    """What is wrong if the args count other layers than the weights have."""
+    count = layer_counts(names).get(DECODER_LAYERS)
+    if count is None or told in (None, count):
+        return []
+    return [f"the args say num_layers = {told}, the weights have {count} layers"]
 
 
 # Settings under which a transformer block names its layers one by one.
@@ -281,7 +290,7 @@ def _refuse_partial_layers(layers: Mapping[str, Mapping[int, set[_Content]]]) ->
 def _is_hybrid(layers: Mapping[int, Iterable[_Content]]) -> bool:
     """Whether a block is a hybrid or Mamba stack, whose layers are never stacked (ssm/mamba_block.py)."""
     return any(
-        rest.startswith(("mixer.", "mamba_mixer.")) for found in layers.values() for rest, _, _ in found
+        rest.startswith(("mixer.", "mamba_mixer.")) for contents in layers.values() for rest, _, _ in contents
     )
 
 

@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ckpt_tools.errors import MappingError, UsageError, raise_if
-from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, DECODER_LAYERS, state_role
+from ckpt_tools.megatron.keys import BUFFERS, COMMON_ITEMS, COMMON_OBJECT, state_role
 from ckpt_tools.megatron.names import BRIDGE, Dialect, dialect_for
 from ckpt_tools.megatron.run_state.record import Size, TargetRecord
 from ckpt_tools.megatron.torch_dist.grids import (
@@ -32,7 +32,12 @@ from ckpt_tools.megatron.torch_dist.optimizers import (
     refuse_partial_states,
     spelled_master,
 )
-from ckpt_tools.megatron.torch_dist.stacking import Stack, joined_halves, layer_counts, stack_parameters
+from ckpt_tools.megatron.torch_dist.stacking import (
+    Stack,
+    contradicted_layers,
+    joined_halves,
+    stack_parameters,
+)
 from ckpt_tools.megatron.vocab import Vocabulary, vocabulary
 from ckpt_tools.model.choices import DialectName, LayerSpec
 from ckpt_tools.model.dtypes import CASTABLE
@@ -48,7 +53,7 @@ OPTIMIZER_METADATA = {
 EXTRA_STATE, RERUN = "*._extra_state/shard_*", "rerun_state_machine_state/*"
 # args of a job that holds such
 FP8_WEIGHTS = ("fp8_param_gather", "fp8_param", "fp4_param_gather", "fp4_param")
-_CARRIED = {"args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far"}
+
 # Of a source's common state: what is made here, and what only a job that resumes asks for.
 _OWN = {"optimizer", "opt_param_scheduler", "content_metadata"}
 _RESUMED = {"rerun_state_machine"}
@@ -124,7 +129,7 @@ def build_torch_dist_target(model: Model, options: TorchDistOptions) -> TorchDis
         ),
     )
     record = _record(model, options, dialect, grid)
-    args = model.common.args or model.common.model_config
+    args = model.common.settings
     rows = vocabulary(((p.name, p.shape) for p in model.parameters), args, record.tokens)
     return TorchDistTarget(target, common, counts, record, rows)
 
@@ -161,7 +166,7 @@ def _common_state(model: Model, options: TorchDistOptions) -> tuple[dict[str, An
     values = model.common.values
     common: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0}
     left = _OWN | (_RESUMED if options.weights_only else set())
-    names = set(values) - left if model.common.of_torch_dist else _CARRIED
+    names = set(values) - left if model.common.of_torch_dist else {*COMMON_ITEMS}
     common |= {name: value for name, value in values.items() if name in names}
     common["content_metadata"] = dict(CONTENT_METADATA)
     if options.weights_only:
@@ -184,11 +189,8 @@ def _common_state(model: Model, options: TorchDistOptions) -> tuple[dict[str, An
 
 
 def _check_counts(model: Model) -> None:
-    problems, common = [], model.common
-    layers = layer_counts(p.name for p in model.parameters).get(DECODER_LAYERS)
-    wanted = common.arg("num_layers")
-    if None not in (layers, wanted) and layers != wanted:
-        problems.append(f"the args say num_layers = {wanted}, the weights have {layers} layers")
+    common = model.common
+    problems = contradicted_layers((p.name for p in model.parameters), common.arg("num_layers"))
     wanted = common.arg("num_experts") or common.arg("num_moe_experts")
     experts = Counter(p.name for p in model.parameters if p.expert is not None)
     if wanted is not None:
@@ -370,8 +372,8 @@ def _rebuild_optimizer(model: Model, experts_apart: bool) -> tuple[dict[Any, Any
     """
     if all(p.group is None for p in model.parameters):
         return _stored_optimizer(model, experts_apart), ()
-    found = _members(model, experts_apart)
-    order = sorted(found, key=lambda item: _rank(item[0], model.scheduler))
+    members = _members(model, experts_apart)
+    order = sorted(members, key=lambda item: _rank(item[0], model.scheduler))
     _refuse_lookalikes([group for group, _ in order])
     if not experts_apart:
         return _optimizer([group for group, _ in order], model), tuple(count for _, count in order)

@@ -145,6 +145,16 @@ def test_one_dimensional_states_before_core_0_11_are_stored_as_they_are() -> Non
     assert got.tobytes() == value.tobytes()
 
 
+def test_a_note_of_another_shape_is_refused() -> None:
+    files = MemoryFiles()
+    state = np.zeros((1, 1, 24), np.float32)
+    catalog = stored(files, ("w", (4, 6)), state, {"optimizer.state.exp_avg.w": (3, 8)})
+    with pytest.raises(
+        MappingError, match=r"flattened from shape \(3, 8\), but the weight has shape \(4, 6\)"
+    ):
+        model_space_states(catalog, "x")
+
+
 def grouped_mlp(
     hidden: int,
     ffn: int,

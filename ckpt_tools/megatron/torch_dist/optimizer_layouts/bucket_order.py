@@ -284,14 +284,14 @@ def _shared_embedding(pieces: Iterable[Piece], held: Sequence[Piece]) -> Piece |
 
     It is stored once, by the first stage; the copies of its states must be equal (`bucket_proof`).
     """
-    found = None
+    embedding = None
     for piece in pieces:
         if piece.name.endswith("output_layer.weight"):
             return None
         indices = {p.shard[0] for p in held if p.shard[1] == piece.shard[1]}
         if piece.name.endswith(_EMBEDDING) and piece not in held and indices == {piece.shard[0]}:
-            found = piece
-    return found
+            embedding = piece
+    return embedding
 
 
 def _place(
@@ -310,24 +310,24 @@ def _place(
         return []
     ascending = sorted(memory, key=lambda buffer: buffer.gbuf)
     buckets = [bucket for buffer in reversed(ascending) for bucket in buffer.buckets]
-    found: dict[tuple[object, ...], list[Stretch]] = {}
+    orders: dict[tuple[object, ...], list[Stretch]] = {}
     for convention in conventions(shared_embedding=False):
         order = _registered(live, convention)
         for first in ([], [_Live((embedding,))] if embedding is not None else []):
             placed = None if order is None else _lay_out(buckets, [*first, *order])
             if placed is not None:
-                found[tuple((s.bucket.name, s.start, s.piece) for s in placed)] = placed
-    if len(found) > 1:
-        found = {key: placed for key, placed in found.items() if all(map(fits, placed))} or found
-    if len(found) != 1:
-        what = "several orders" if found else "no order"
+                orders[tuple((s.bucket.name, s.start, s.piece) for s in placed)] = placed
+    if len(orders) > 1:
+        orders = {key: placed for key, placed in orders.items() if all(map(fits, placed))} or orders
+    if len(orders) != 1:
+        what = "several orders" if orders else "no order"
         problems.append(
             f"{_name(memory[0])}: {what} of its rank's {len(live)} parameters, {sum(p.numel for p in live):,} "
             f"elements, would fill its {len(buckets)} bucket(s) of {sum(b.numel for b in buckets):,} elements as "
             "their chunks are cut"
         )
         return []
-    return next(iter(found.values()))
+    return next(iter(orders.values()))
 
 
 def _live_parameters(buffer: Buffer, held: Sequence[Piece], problems: list[str]) -> list[_Live] | None:

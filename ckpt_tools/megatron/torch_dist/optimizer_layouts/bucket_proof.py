@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
@@ -214,9 +214,15 @@ def _assign(
         if len(settled) != 1:
             problems.append(_why_unsettled(slots, tried))
             continue
-        found = next(iter(settled))
-        stretches += [Stretch(s.bucket, s.start, p) for s, p in zip(slots, found, strict=True)]
-        problems += _repeated(slots, found)
+        seen: dict[Piece, _Slot] = {}
+        for slot, piece in zip(slots, next(iter(settled)), strict=True):
+            stretches.append(Stretch(slot.bucket, slot.start, piece))
+            first = seen.setdefault(piece, slot)
+            if first is not slot:
+                problems.append(
+                    f"{slot.bucket.name}: {piece.label} is at element {slot.start} and again in {first.bucket.name} "
+                    f"at {first.start}"
+                )
     return stretches
 
 
@@ -248,17 +254,14 @@ def _shards_by_rank(
         indices = result[chain, group, count] = set().union(*slices.values())
         pair = len(indices) == 2 and max(indices) - min(indices) == count // 2 and indices in slices.values()
         if len(indices) > 1 and not pair:
+            counts = Counter(frozenset(shards) for shards in slices.values())
+            rarest = min(counts, key=lambda shards: counts[shards])
+            odd = sorted(f"{key} {list(lead)}" for (key, lead), shards in slices.items() if shards == rarest)
             problems.append(
                 f"chain {chain}, dp_group_idx_{group}: holds the shards {sorted(indices)} of {count}, "
-                f"which belong to different ranks: {', '.join(sorted(_minority(slices)))}"
+                f"which belong to different ranks: {', '.join(odd)}"
             )
     return result
-
-
-def _minority(slices: Mapping[tuple[str, tuple[int, ...]], set[int]]) -> set[str]:
-    counts = Counter(frozenset(indices) for indices in slices.values())
-    rarest = min(counts, key=lambda indices: counts[indices])
-    return {f"{key} {list(lead)}" for (key, lead), indices in slices.items() if indices == rarest}
 
 
 def _why_unsettled(slots: Sequence[_Slot], tried: Sequence[Convention]) -> str:
@@ -273,17 +276,6 @@ def _why_unsettled(slots: Sequence[_Slot], tried: Sequence[Convention]) -> str:
     alike = max((s.alike for s in slots), key=lambda a: len(a.members))
     names = ", ".join(sorted(p.label for p in alike.members)[:4])
     return f"{where}: {len(alike.members)} weights have equal elements and the order leaves a choice: {names}, ..."
-
-
-def _repeated(slots: Sequence[_Slot], found: Sequence[Piece]) -> list[str]:
-    """One line per piece that is twice in one buffer."""
-    seen: dict[Piece, _Slot] = {}
-    return [
-        f"{slot.bucket.name}: {piece.label} is at element {slot.start} and again in {seen[piece].bucket.name} "
-        f"at {seen[piece].start}"
-        for slot, piece in zip(slots, found, strict=True)
-        if seen.setdefault(piece, slot) is not slot
-    ]
 
 
 def _half_found(pieces: Iterable[Piece], found: Iterable[Piece]) -> list[str]:
@@ -304,12 +296,12 @@ def _mismatches(stretches: Sequence[Stretch], reader: Reader, sample_only: bool,
         spans = (windows if sample_only else tiles)(stretch.piece.numel)
         parts += [(stretch, spans[i : i + _PART_TILES]) for i in range(0, len(spans), _PART_TILES)]
     sizes = [sum(count for _, count in spans) * _width(stretch) for stretch, spans in parts]
-    found: dict[tuple[str, int], str] = {}
+    first: dict[tuple[str, int], str] = {}
     problems = share(lambda part: _mismatch(part[0], reader, part[1]), parts, sizes)
     for (stretch, _), problem in zip(parts, problems, strict=True):
         if problem is not None:
-            found.setdefault((stretch.bucket.name, stretch.start), problem)
-    return list(found.values())
+            first.setdefault((stretch.bucket.name, stretch.start), problem)
+    return list(first.values())
 
 
 def _width(stretch: Stretch) -> int:
@@ -466,8 +458,8 @@ class PieceIndex:
             return round_bits(bits, master.entry.dtype, dtype).tobytes()
 
         head = rounded(0, min(SAMPLE, bucket.numel - start))
-        found = [e for n in self._heads.get(dtype, ()) for e in self._by_head.get((dtype, head[:n]), ())]
-        for numel, sample, alike in sorted(found, key=lambda entry: -entry[0]):
+        entries = [e for n in self._heads.get(dtype, ()) for e in self._by_head.get((dtype, head[:n]), ())]
+        for numel, sample, alike in sorted(entries, key=lambda entry: -entry[0]):
             if start + numel <= bucket.numel and all(
                 rounded(a, n) == expected
                 for (a, n), expected in zip(windows(numel)[1:], sample[1:], strict=True)

@@ -109,22 +109,22 @@ def find_buffers(catalog: Catalog, numels: Mapping[tuple[int, int], Any]) -> tup
 
     `numels` are the `per_bucket_numel_unpadded` objects by (chain, group), as stored.
     """
-    found: dict[tuple[int, int, int], dict[int, _StoredBucket]] = {}
+    buffers_of: dict[tuple[int, int, int], dict[int, _StoredBucket]] = {}
     for key, entry in catalog.tensors.items():
         if named := bucket_key(key):
             new = _StoredBucket(named.bucket, named.dtype, {})
-            buffer = found.setdefault((named.chain, named.group, named.gbuf), {})
+            buffer = buffers_of.setdefault((named.chain, named.group, named.gbuf), {})
             buffer.setdefault(named.number, new).kinds[canonical_kind(named.kind)] = entry
     refuse_encoded(
         e
-        for stored in found.values()
+        for stored in buffers_of.values()
         for bucket in stored.values()
         for kind, e in bucket.kinds.items()
         if bucket.param_dtype == FP8 or not are_remainders(kind, e)
     )
     problems: list[str] = []
     buffers = []
-    for (chain, group, gbuf), stored in sorted(found.items()):
+    for (chain, group, gbuf), stored in sorted(buffers_of.items()):
         expected = _saved_numels(numels.get((chain, group)), gbuf)
         if sorted(stored) != list(range(len(expected))):
             problems.append(
@@ -134,7 +134,7 @@ def find_buffers(catalog: Catalog, numels: Mapping[tuple[int, int], Any]) -> tup
             continue
         buckets = tuple(_bucket(stored[i], expected[i], problems) for i in sorted(stored))
         buffers.append(Buffer(chain, group, gbuf, buckets))
-    lost = {where for where in numels if not any(where == (c, g) for c, g, _ in found)}
+    lost = {where for where in numels if not any(where == (c, g) for c, g, _ in buffers_of)}
     problems += [f"chain {c}, dp_group_idx_{g}: none of its buckets is there" for c, g in sorted(lost)]
     raise_if(problems, CorruptCheckpointError, "the optimizer buckets are not whole")
     return tuple(buffers)

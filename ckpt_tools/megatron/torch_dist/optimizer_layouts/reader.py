@@ -77,12 +77,12 @@ def read_optimizer_states(
     layer_wise = model_space_states(catalog, layout) if has_own else OptimizerStates(layout, (), {})
     pieces = tuple(piece for piece in weight_pieces(catalog) if (MASTER, piece.key) not in layer_wise.states)
     stretches = find_stretches(buffers, pieces, Reader(files), sample_only=sample_only, share=share)
-    found = bucket_states(catalog, layout, buffers, stretches)
+    of_buckets = bucket_states(catalog, layout, buffers, stretches)
     merged = replace(
-        found,
-        kinds=order_kinds((*found.kinds, *layer_wise.kinds)),
-        states={**found.states, **layer_wise.states},
-        consumed=found.consumed | layer_wise.consumed,
+        of_buckets,
+        kinds=order_kinds((*of_buckets.kinds, *layer_wise.kinds)),
+        states={**of_buckets.states, **layer_wise.states},
+        consumed=of_buckets.consumed | layer_wise.consumed,
     )
     return joined_masters(files, catalog, common, merged)
 
@@ -172,9 +172,9 @@ def _payload(key: str, tensor: TensorBytes, file: str) -> TensorEntry:
 
 
 def _objects(catalog: Catalog, what: str) -> list[tuple[tuple[int, int], Item]]:
-    found = []
+    items = []
     for key, entry in catalog.objects.items():
         about = bucket_object(key)
         if about and about.what == what:
-            found.append(((about.chain, about.group), entry.item))
-    return found
+            items.append(((about.chain, about.group), entry.item))
+    return items

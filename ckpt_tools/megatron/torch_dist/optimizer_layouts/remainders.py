@@ -80,14 +80,14 @@ def _told_by_content(files: Files, catalog: Catalog, masters: Mapping[str, State
     number is looked at once more where it is used: joining refuses what is not a remainder.
     """
     reader = Reader(files)
-    found: dict[str, _Reading] = {}
+    readings: dict[str, _Reading] = {}
     for key, state in masters.items():
         weight = catalog.tensors[key]
         if weight.dtype == "bfloat16" and state.dtype == "float32" and state.whole is not None:
-            found[key] = _reading(reader, catalog.tensors[state.whole.key], weight)
-    encoded = {key for key, reading in found.items() if reading.remainders and not reading.masters}
-    plain = {key for key, reading in found.items() if not reading.remainders}
-    both = set(found) - encoded - plain
+            readings[key] = _reading(reader, catalog.tensors[state.whole.key], weight)
+    encoded = {key for key, reading in readings.items() if reading.remainders and not reading.masters}
+    plain = {key for key, reading in readings.items() if not reading.remainders}
+    both = set(readings) - encoded - plain
     if both and bool(encoded) == bool(plain):
         raise VerificationError(
             "the args say --use-precision-aware-optimizer, and these numbers can be fp32 masters as well as the "

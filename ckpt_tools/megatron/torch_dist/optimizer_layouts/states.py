@@ -171,12 +171,12 @@ def expert_transposition(
         }
         if len(readings) == 1:
             evidence.setdefault(match["module"], set()).update(readings)
-    found: set[str] = set()
+    transposed: set[str] = set()
     for module, keys in members.items():
         votes = evidence.get(module, {bool(legacy_grouped_gemm)})
         if votes == {True}:
-            found |= keys
-    return frozenset(found)
+            transposed |= keys
+    return frozenset(transposed)
 
 
 def _reads(
@@ -229,15 +229,15 @@ def model_space_states(
     `transposed_experts` (args.moe_use_legacy_grouped_gemm) says whether flattened expert states are
     transposed where their shapes cannot.
     """
-    entries = {key: found for key in catalog.tensors if (found := state_key(key))}
+    entries = {key: named for key in catalog.tensors if (named := state_key(key))}
     stored = {key: catalog.tensors[key] for key in entries}
     refuse_encoded(e for key, e in stored.items() if not are_remainders(entries[key].kind, e))
-    weight_of = {key: found.weight for key, found in entries.items()}
+    weight_of = {key: named.weight for key, named in entries.items()}
     transposed = expert_transposition(catalog, weight_of, transposed_experts)
     states: dict[tuple[str, str], StateTensor] = {}
     problems: list[str] = []
-    for key, found in entries.items():
-        kind, weight_key, entry = canonical_kind(found.kind), found.weight, catalog.tensors[key]
+    for key, named in entries.items():
+        kind, weight_key, entry = canonical_kind(named.kind), named.weight, catalog.tensors[key]
         weight = catalog.tensors.get(weight_key)
         if weight is None:
             problems.append(f"{key}: there is no weight {weight_key}")
