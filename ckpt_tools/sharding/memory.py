@@ -37,7 +37,6 @@ class Memory:
 
     @property
     def persistent(self) -> int:
-        """Bytes held all the time."""
         return self.weights + self.main_weights + self.gradients + self.adam
 
     @property

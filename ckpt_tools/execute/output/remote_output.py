@@ -54,7 +54,6 @@ from ckpt_tools.execute.write_job import (
     METADATA,
     Done,
     Found,
-    Output,
     Progress,
     SourceState,
     ThreadMemory,
@@ -77,7 +76,6 @@ def note_of(name: str) -> str:
 
 
 def is_note(name: str) -> bool:
-    """Whether it is such a file."""
     return name.startswith(note_of(""))
 
 
@@ -131,7 +129,6 @@ class Marker:
         return version
 
     def noted(self, name: str) -> str:
-        """The version of a file that was noted."""
         return self._store.get(note_of(name)).decode(errors="replace")
 
     def is_noted(self, name: str) -> bool:
@@ -310,7 +307,6 @@ def _part_bytes(stretch: Stretch, memory: ThreadMemory) -> int:
 
 
 def _entries_by_file(plan: Plan) -> dict[str, list[OutputItem | OutputBlob]]:
-    """The entries of each file, in order."""
     by_file: dict[str, list[OutputItem | OutputBlob]] = {name: [] for name in plan.file_bytes}
     entries: list[OutputItem | OutputBlob] = [*plan.items, *plan.blobs]
     for entry in sorted(entries, key=lambda entry: entry.offset):
@@ -340,8 +336,6 @@ _LEAVING = Retry(attempts=1, patience=5.0)  # a run that failed tidies up, but w
 
 
 class RemoteOutput:
-    """See `JobOutput`."""
-
     scratch: Path | None = None
 
     def __init__(self, job: WriteJob) -> None:
@@ -369,7 +363,6 @@ class RemoteOutput:
         self._marker.token = token.removeprefix(_ASIDE)
 
     def _use(self, store: Store) -> None:
-        """Write into this folder."""
         self._store, self._marker = store, Marker(store)
 
     @cached_property
@@ -388,19 +381,40 @@ class RemoteOutput:
         if store.without_bucket:
             raise no_bucket(store.location, store.without_bucket)
         goes_on = output.resume and (MARKER in present or has_files(plan.file_bytes, present))
-        if present and not output.overwrite and not goes_on:
-            raise not_empty_error(store, present)
-        if output.overwrite:
-            look_at_old(store, present, plan, output)
+        if output.overwrite or not goes_on:
+            self._old(store, present)
+
+    def _old(self, store: Store, present: Mapping[str, int | None], may_be_there: bool = False) -> str | None:
+        """What `present` is, which the output replaces; raise UsageError if it may not."""
+        plan, output = self._job.plan, self._job.output
+        if present and not (output.overwrite or may_be_there):
+            what = "is not empty; choose another output or replace it with --overwrite"
+            if MARKER in present:
+                what = (
+                    "holds a conversion that was stopped, or is being written. Continue it with --resume, or start "
+                    "again with --overwrite"
+                )
+            raise UsageError(f"{store.location} {what}.")
+        sizes = {name: size for name, size in present.items() if name != MARKER and not is_note(name)}
+        if not sizes:
+            return None
+        if store.is_bucket:
+            raise UsageError(
+                f"{store.location} is not replaced: it is a whole bucket. Name a folder inside as the output."
+            )
+        return replaced(
+            store.location,
+            lambda folder: store.sizes(folder) if folder else sizes,
+            {*plan.file_bytes, *output.extra_files},
+            is_unfinished=MARKER in present,
+        )
 
     def take(self, state: SourceState) -> Found:
         self._state = state
         present, output = self._store.sizes(), self._job.output
         resume = output.resume
         if resume and not self._final.is_bucket and MARKER in (aside := self._aside.sizes()):
-            if present and MARKER not in present and not output.overwrite:
-                raise not_empty_error(self._final, present)
-            self.replaced = look_at_old(self._final, present, self._job.plan, output)
+            self.replaced = self._old(self._final, present, may_be_there=MARKER in present)
             self._use(self._aside)
             present = aside
         header = self._marker.read(present) if resume and MARKER in present else {}
@@ -445,16 +459,15 @@ class RemoteOutput:
         self._claim(withdraw=False, clear=False)
 
     def begin(self) -> Found:
-        output, plan, present = self._job.output, self._job.plan, self._final.sizes()
+        present = self._final.sizes()
         self._use(self._final)
-        if present and not output.overwrite:
-            raise not_empty_error(self._final, present)
-        self.replaced = look_at_old(self._final, present, plan, output)
+        self.replaced = self._old(self._final, present)
         is_old = bool(present) and (METADATA in present or MARKER not in present)
-        if output.overwrite and not self._final.is_bucket and (is_old or self._aside.sizes()):
+        can_keep_old = self._job.output.overwrite and not self._final.is_bucket
+        if can_keep_old and (is_old or self._aside.sizes()):
             self._use(self._aside)
             present = self._store.sizes()
-            look_at_old(self._store, present, plan, output)
+            self._old(self._store, present)
         self._claim(withdraw=METADATA in present, clear=bool(present))
         return "nothing"
 
@@ -482,7 +495,6 @@ class RemoteOutput:
         return [item for item in self._job.plan.items if item.file in names]
 
     def _stretches(self) -> list[Stretch]:
-        """Those of all ranks."""
         plan, ranks = self._job.plan, self._job.ranks
         if not self._store.driver.takes_stretches:
             return [Stretch(name, 0, size) for name, size in plan.file_bytes.items()]
@@ -542,7 +554,7 @@ class RemoteOutput:
         """Put what was made aside into the place of the old checkpoint."""
         job, final, aside = self._job, self._final, self._store
         old = final.sizes()
-        look_at_old(final, old, job.plan, job.output)
+        self._old(final, old, may_be_there=True)
         self._marker.check()
         marker = Marker(final)
         marker.token = self._marker.token
@@ -603,31 +615,3 @@ class RemoteOutput:
 
     def close(self) -> None:
         """A store holds nothing open."""
-
-
-def look_at_old(store: Store, present: Mapping[str, int | None], plan: Plan, output: Output) -> str | None:
-    """What `present` is, which may be replaced."""
-    sizes = {name: size for name, size in present.items() if name != MARKER and not is_note(name)}
-    if not sizes:
-        return None
-    if store.is_bucket:
-        raise UsageError(
-            f"{store.location} is not replaced: it is a whole bucket. Name a folder inside as the output."
-        )
-    return replaced(
-        store.location,
-        lambda folder: store.sizes(folder) if folder else sizes,
-        {*plan.file_bytes, *output.extra_files},
-        is_unfinished=MARKER in present,
-    )
-
-
-def not_empty_error(store: Store, present: Iterable[str]) -> UsageError:
-    """What to say of an output with files in it that no option gives up."""
-    what = "is not empty; choose another output or replace it with --overwrite"
-    if MARKER in present:
-        what = (
-            "holds a conversion that was stopped, or is being written. Continue it with --resume, or start again "
-            "with --overwrite"
-        )
-    return UsageError(f"{store.location} {what}.")

@@ -63,7 +63,6 @@ class WorkerThreads:
         return [pump.counters for pump in pumps]
 
     def check(self) -> None:
-        """Raise _StoppedError if the work is no longer wanted."""
         if self._stop.is_set():
             raise _StoppedError("another thread has failed")
 
@@ -151,7 +150,6 @@ class Work:
     def run(
         self, finished: Mapping[int, int], watch: Callable[[], None], progress: Progress
     ) -> list[Counters]:
-        """See `WorkerThreads.run`."""
         crew = WorkerThreads(
             self._source, self._options.threads, self._memory, sum(self._items[i].length for i in self._share)
         )

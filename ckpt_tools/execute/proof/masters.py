@@ -102,8 +102,6 @@ _TILE_ELEMS = 1 << 18  # compared at a time: what a comparison holds of them sta
 
 
 class Seen(NamedTuple):
-    """A tensor, and who reads it."""
-
     reader: BoxReader
     tensor: TargetTensor
 
@@ -179,8 +177,6 @@ _REMAINDERS = ": all are whole numbers of 16 bits"
 
 @dataclass(frozen=True, slots=True)
 class MastersReport:
-    """What was compared."""
-
     tensors: int = 0
     elements: int = 0
     elements_in_all: int = 0
@@ -230,7 +226,6 @@ def refuse_masters(problems: Sequence[str], advice: str | None = None) -> None:
 
 
 def describe_masters(report: MastersReport, level: CheckLevel) -> str:
-    """What was compared and how, in words."""
     if not report.tensors:
         return "the source has none"
     rounds = (
@@ -352,7 +347,6 @@ def share_of(targets: Sequence[TargetTensor], level: CheckLevel, ranks: Ranks) -
 
 
 def _bytes_of(target: TargetTensor) -> int:
-    """Of the masters and their weights."""
     return math.prod(target.shape) * (itemsize(target.dtype) + 2)
 
 
@@ -487,7 +481,6 @@ class _Comparison:
         return elements == box.volume
 
     def reads(self, box: Box) -> Iterator[Range]:
-        """What comparing `box` reads of stores."""
         return chain.from_iterable(reads(box) for reads in self._reads)
 
     def difference(self, box: Box) -> str | None:

@@ -148,7 +148,6 @@ class SourceProof:
                 del self.open[item]
 
     def without(self, item: Item) -> None:
-        """Note an item whose writer kept no checksum."""
         with self._lock:
             self.without_sum.add(item)
 

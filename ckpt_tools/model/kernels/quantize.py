@@ -63,8 +63,6 @@ class _Blocks:
 
 @dataclass(frozen=True, slots=True)
 class BlockScales(_Blocks):
-    """The scale of every block."""
-
     @property
     def name(self) -> str:
         return "block scales"
@@ -113,7 +111,6 @@ class QuantizeBlocks(_Blocks):
 
 
 def _inside(box: Box, shape: tuple[int, ...]) -> Box:
-    """The part of `box` that there is."""
     return box.intersect(full_box(shape)) or Box(box.start, (0,) * len(shape))
 
 
