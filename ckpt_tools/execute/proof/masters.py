@@ -293,32 +293,51 @@ def compare_all_masters(
     report = MastersReport(len(targets) - len(left), known, known)
     if not left:
         return report, []
-    nbytes = sum(map(_bytes_of, left))
+    nbytes = sum(math.prod(target.shape) * (itemsize(target.dtype) + 2) for target in left)
+    shared, lines = None, list[str]()
     with with_workers(nbytes, WriteOptions(threads=threads, workers=workers), Ranks()) as (ranks, _):
-        mine = share_of(left, "all", ranks)
-
-        def compare() -> tuple[MastersReport, list[str]] | None:
-            try:
-                return compare_masters(files, catalog, mine, "all", ranks.check, threads, fp8_recipe)
-            except NEVER_FINDINGS:
+        try:
+            shared, lines = compare_shared(files, catalog, left, "all", ranks, threads, fp8_recipe)
+        except NEVER_FINDINGS:
+            raise
+        except CkptError:
+            if ranks.world == 1:
                 raise
-            except CkptError:
-                if ranks.world == 1:
-                    raise
-                return None
-
-        shares = [share for share in ranks.gather(compare) if share is not None]
-        is_whole = len(shares) == ranks.world
-    if not is_whole:  # which tensor is named shall not depend on who has met which first
-        shares = [compare_masters(files, catalog, left, "all", threads=threads, fp8_recipe=fp8_recipe)]
-    lines = in_order(targets, chain.from_iterable(lines for _, lines in shares))
-    return sum_up([report, *(report for report, _ in shares)]), lines
+    if shared is None:  # which tensor is named shall not depend on who has met which first
+        shared, lines = compare_masters(files, catalog, left, "all", threads=threads, fp8_recipe=fp8_recipe)
+    return _sum_of([report, shared]), lines
 
 
-def in_order(targets: Sequence[TargetTensor], lines: Iterable[str]) -> list[str]:
-    """Lines of `compare_masters` in the order of their targets."""
+def compare_shared(
+    files: Files,
+    catalog: Catalog,
+    targets: Sequence[TargetTensor],
+    level: CheckLevel,
+    ranks: Ranks,
+    threads: int,
+    fp8_recipe: str | None = None,
+) -> tuple[MastersReport, list[str]]:
+    """`compare_masters` on all ranks, each its share: as many targets, or with every element as many bytes."""
+    sizes = [1] * len(targets)
+    if level == "all":
+        sizes = [math.prod(target.shape) * (itemsize(target.dtype) + 2) for target in targets]
+    mine = [targets[number] for number in even_shares(sizes, ranks.world)[ranks.rank]]
+
+    def compare() -> tuple[tuple[int, ...], list[str]]:
+        report, lines = compare_masters(files, catalog, mine, level, ranks.check, threads, fp8_recipe)
+        return astuple(report), lines
+
+    shares = ranks.together(compare)
     numbers = {target.key: number for number, target in enumerate(targets)}
-    return sorted(lines, key=lambda line: numbers.get(line.partition("[")[0], len(numbers)))
+    lines = sorted(
+        chain.from_iterable(lines for _, lines in shares),
+        key=lambda line: numbers.get(line.partition("[")[0], len(numbers)),
+    )
+    return _sum_of(MastersReport(*report) for report, _ in shares), lines
+
+
+def _sum_of(reports: Iterable[MastersReport]) -> MastersReport:
+    return MastersReport(*map(sum, zip(*map(astuple, reports), strict=True)))
 
 
 def _is_made_of(catalog: Catalog, target: TargetTensor, rounded: Set[tuple[Item, Item]]) -> bool:
@@ -338,21 +357,6 @@ def _is_made_of(catalog: Catalog, target: TargetTensor, rounded: Set[tuple[Item,
         and weight.dtype == target.must_round_dtype
         for master, weight in zip_longest(*sides)
     )
-
-
-def share_of(targets: Sequence[TargetTensor], level: CheckLevel, ranks: Ranks) -> list[TargetTensor]:
-    """The targets that this rank compares: as many as any other's, or with every element as many bytes."""
-    sizes = [_bytes_of(target) if level == "all" else 1 for target in targets]
-    return [targets[number] for number in even_shares(sizes, ranks.world)[ranks.rank]]
-
-
-def _bytes_of(target: TargetTensor) -> int:
-    return math.prod(target.shape) * (itemsize(target.dtype) + 2)
-
-
-def sum_up(reports: Iterable[MastersReport]) -> MastersReport:
-    """What several processes have compared, each its share of the tensors."""
-    return MastersReport(*map(sum, zip(*map(astuple, reports), strict=True)))
 
 
 _Boxes: TypeAlias = Callable[[Box], Iterator[Box]]
