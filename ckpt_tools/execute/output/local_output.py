@@ -456,8 +456,8 @@ class LocalOutput:
         finished = journal.finished()
         journal.open(job.ranks.rank)
         with closing(journal), self.open_data() as folder:
-            work = Work(job.plan, self._numbers(), source, folder, journal, job.options)
-            counters = work.run(finished, job.ranks.check, job.progress)
+            work = Work(job, self._numbers(), source, folder, journal)
+            counters = work.run(finished)
         return Done(counters, work.resumed)
 
     def publish(

@@ -30,7 +30,7 @@ import threading
 import uuid
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import cached_property
 from pathlib import Path
@@ -54,7 +54,6 @@ from ckpt_tools.execute.write_job import (
     METADATA,
     Done,
     Found,
-    Progress,
     SourceState,
     ThreadMemory,
     WriteJob,
@@ -174,9 +173,9 @@ class Stretch(NamedTuple):
 class Uploads:
     """Writes stretches of a plan's files to the store, as long as the marker is this run's."""
 
-    def __init__(self, plan: Plan, store: Store, marker: Marker) -> None:
-        self._store, self._marker = store, marker
-        self._entries = _entries_by_file(plan)
+    def __init__(self, job: WriteJob, store: Store, marker: Marker) -> None:
+        self._job, self._store, self._marker = job, store, marker
+        self._entries = _entries_by_file(job.plan)
         self._lock = threading.Lock()
         self.versions: dict[str, str | None] = {}  # of whole files, as the store calls what it has
         self.parts: dict[str, list[Part]] = {}  # of others
@@ -189,17 +188,11 @@ class Uploads:
         self.versions[name] = self._marker.noted(name)
 
     def run(
-        self,
-        stretches: Sequence[Stretch],
-        started: Mapping[str, str | None],
-        source: SourceReader,
-        threads: int,
-        memory: ThreadMemory,
-        watch: Callable[[], None],
-        progress: Progress,
+        self, stretches: Sequence[Stretch], started: Mapping[str, str | None], source: SourceReader
     ) -> list[Counters]:
         """Upload these stretches, those of files in `started` as parts of its upload; see `WorkerThreads.run`."""
-        crew = WorkerThreads(source, threads, memory, sum(stretch.nbytes for stretch in stretches))
+        job, memory = self._job, self._job.thread_memory
+        crew = WorkerThreads(source, job.options.threads, memory, sum(one.nbytes for one in stretches))
         left = iter(stretches)
 
         def upload(pump: Pump) -> None:
@@ -211,7 +204,7 @@ class Uploads:
                 crew.check()
                 self._upload(pump, stretch, started.get(stretch.file), memory)
 
-        return crew.run(upload, watch, progress)
+        return crew.run(upload, job.ranks.check, job.progress)
 
     def _upload(self, pump: Pump, stretch: Stretch, upload_id: str | None, memory: ThreadMemory) -> None:
         """Upload one stretch; started again when the store fails in a way that its driver cannot mend."""
@@ -517,15 +510,13 @@ class RemoteOutput:
 
     def work(self, source: SourceReader, opened: Mapping[str, str | None]) -> Done:
         job, ranks = self._job, self._job.ranks
-        uploads = Uploads(job.plan, self._store, self._marker)
+        uploads = Uploads(job, self._store, self._marker)
         there = {name for name in self._names() if opened.get(name, "") is None}
         for name in sorted(there):
             uploads.note(name, source)
         mine = share_of(self._stretches(), ranks.rank, ranks.world)
         todo = [stretch for stretch in mine if opened.get(stretch.file, "") is not None]
-        counters = uploads.run(
-            todo, opened, source, job.options.threads, job.thread_memory, job.ranks.check, job.progress
-        )
+        counters = uploads.run(todo, opened, source)
         resumed = sum(item.file in there for item in job.plan.items)
         resumed += sum(blob.file in there for blob in job.plan.blobs)
         return Done(counters, resumed, uploads.versions, uploads.parts)

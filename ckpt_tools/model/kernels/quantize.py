@@ -63,9 +63,7 @@ class _Blocks:
 
 @dataclass(frozen=True, slots=True)
 class BlockScales(_Blocks):
-    @property
-    def name(self) -> str:
-        return "block scales"
+    name = "block scales"
 
     def form(self, inputs: Sequence[Form]) -> Form:
         return Form("float32", self._grid(inputs))
@@ -83,9 +81,7 @@ class BlockScales(_Blocks):
 class QuantizeBlocks(_Blocks):
     """The codes, as the bits of E4M3 numbers."""
 
-    @property
-    def name(self) -> str:
-        return "quantize"
+    name = "quantize"
 
     def form(self, inputs: Sequence[Form]) -> Form:
         self._grid(inputs)
