@@ -110,6 +110,7 @@ class WriteOptions:
     fsync: bool = False  # make everything durable before it is published, and give its page cache back
     direct: bool = False  # write past the page cache
     check_source: SourceCheck = "all"
+    verify_output: bool = False  # read what was written back and compare it, before it is published
     workers: int | None = None  # processes forked on this machine, see `workers`; None: as many as help
     tiles: int = TILES  # that a thread holds at a time
 
@@ -142,6 +143,7 @@ class WriteReport:
     rounded_most: str | None = None  # the key with the most of them
     rounded_and_kept: int = 0  # further elements, of values that the output holds exactly too
     replaced: str | None = None  # what stood at the output before: kind, files and bytes
+    output_verified: bool = False  # read back and compared before it was published
     directory: str = ""  # that holds the checkpoint's files
 
     @property
@@ -192,6 +194,10 @@ class JobOutput(Protocol):
 
     token: str  # says whose the output is where no lock does: rank 0 draws it, all ranks get it
     scratch: Path | None  # where temporary files may lie
+
+    @property
+    def data(self) -> Path | None:
+        """Where what was written can be read before it is published; None: nowhere."""
 
     @property
     def replaced(self) -> str | None:

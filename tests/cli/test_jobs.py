@@ -339,7 +339,7 @@ def test_the_newest_iteration_may_still_be_written(verb: str, tmp_path, capsys):
 
     (newest / ".metadata").unlink()
     assert run([verb, str(source), str(out), "--iteration", "all"]) == 0
-    assert "note: iteration 6 is passed over: its job has not finished it" in capsys.readouterr().err
+    assert "note: skipping iteration 6: it is still being written" in capsys.readouterr().err
     assert converted_iterations(out) == ["iter_0000002", "iter_0000004", TRACKER]
     assert (out / TRACKER).read_text() == "4"
     shutil.rmtree(newest)
@@ -373,9 +373,7 @@ def test_what_is_converted_already_stays_and_the_tracker_with_it(tmp_path, capsy
     assert converted_iterations(out) == ["iter_0000004", TRACKER]
     capsys.readouterr()
     assert convert(source, out, "--iteration", "all") == 0
-    assert (
-        "iteration 4: is there already, left as it is (--overwrite makes it anew)" in capsys.readouterr().out
-    )
+    assert "iteration 4: exists already, skipped" in capsys.readouterr().out
     assert tree(out / "iter_0000004") == before
     assert (out / TRACKER).read_text() == "4"
     assert convert(source, out, "--iteration", "all", "--json") == 0

@@ -15,9 +15,8 @@ from ckpt_tools.execute.output.folders import Folder
 from ckpt_tools.execute.output.journal import Journal
 from ckpt_tools.formats.untrusted_documents import parse_json
 from ckpt_tools.megatron.huggingface.config.config import read_config
-from ckpt_tools.megatron.huggingface.families.families import FAMILIES
+from ckpt_tools.megatron.huggingface.families.families import FAMILIES, load_rule_file
 from ckpt_tools.megatron.huggingface.families.identify import family_of_config
-from ckpt_tools.megatron.huggingface.families.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.mapping.checks import Spec
 from ckpt_tools.megatron.huggingface.mapping.rules import expand
 from ckpt_tools.megatron.huggingface.mapping.targets import export_targets, import_targets

@@ -7,13 +7,7 @@ from dataclasses import replace
 from typing import Final, TypeVar
 
 from ckpt_tools.close_names import unmatched
-from ckpt_tools.commands.check.sides import (
-    COMMON_STATE,
-    KEYS,
-    DiffRequest,
-    no_optimizer,
-    under_one_naming,
-)
+from ckpt_tools.commands.check.sides import COMMON_STATE, KEYS, DiffRequest, no_optimizer, under_one_naming
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.errors import CkptError, UsageError, list_problems
 from ckpt_tools.formats.storage.files import AnyPath, path_text
@@ -43,7 +37,7 @@ def diff_checkpoints(
     request: DiffRequest | None = None,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> DiffReport:
-    """What differs between the checkpoints at `a` and `b`; `progress` is told (bytes done, in all).
+    """What differs between the checkpoints at `a` and `b`; `progress` gets (bytes done, in all).
 
     Raises:
         UsageError: they are of kinds that share no names, or a glob of `options.keys` matches nothing.

@@ -29,13 +29,6 @@ if TYPE_CHECKING:
 _THREADS = 2  # of a process
 GO_ON_UNPROVEN = "--check-masters none continues without this check."
 
-A_KIND = {
-    "torch_dist": "already a torch_dist checkpoint",
-    "fsdp_dtensor": "already an fsdp_dtensor checkpoint",
-    "safetensors": "a Hugging Face model (use import-hf)",
-}
-"""What a source is that a converter refuses, by kind."""
-
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -169,20 +162,19 @@ READ: Mapping[str, Callable[[Opened, Wanted], Model]] = {
 
 def need_torch_dist(opened: Opened) -> None:
     """Raise UnsupportedCheckpointError if the checkpoint is of another kind."""
-    found = opened.location.kind
-    if found != "torch_dist":
+    if opened.location.kind != "torch_dist":
         raise UnsupportedCheckpointError(
-            f"{opened.location.path} is {A_KIND.get(found, found)}, not a torch_dist checkpoint"
+            f"{opened.location.path} is {opened.format.described}, not a torch_dist checkpoint"
         )
 
 
 def keeps_masters(model: Model) -> bool:
-    """Whether what stands in the place of some weights are their fp32 masters."""
+    """Whether fp32 masters are stored in the place of some weights."""
     return any(map(is_master, model.parameters))
 
 
 def is_master(parameter: Parameter) -> bool:
-    """Whether what stands in the place of a parameter's weight is its fp32 master."""
+    """Whether a parameter's fp32 master is stored in the place of its weight."""
     return parameter.weight.dtype == "float32" != parameter.dtype
 
 

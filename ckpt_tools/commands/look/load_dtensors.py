@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_fsdp_dtensor import prepare_output
-from ckpt_tools.commands.job.conversion import Prepared
+from ckpt_tools.commands.job.conversion import ConvertOptions, Prepared
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.commands.job.placements import Layout, in_reading_order, place_model
 from ckpt_tools.errors import UsageError
@@ -58,7 +57,7 @@ def load_dtensors(
     Everything a parameter or an optimizer state gives is a DTensor on `mesh` of which this rank holds its own rows,
     on the mesh's device; buffers, Adam's steps and rng states are whole, plain tensors on the CPU. Shards may be
     uneven or empty: each DTensor carries the chunk that `torch.distributed.checkpoint` asks for, so `dcp.save` and
-    `dcp.load` work on the result as it is. No file is written, and but for making a mesh no rank waits for another:
+    `dcp.load` work on the result. No file is written, and but for making a mesh no rank waits for another:
     so a rank compares the stored checksums of the payloads that it reads whole (`check_source` of the options) and
     leaves out those of which it holds a part; `verify --content` compares all.
 

@@ -33,11 +33,10 @@ from torch.distributed.checkpoint.storage import StorageReader as TorchStorageRe
 from torch.futures import Future
 
 from ckpt_tools.close_names import close_names
-from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.to_dcp import prepare_dcp
 from ckpt_tools.commands.convert.to_fsdp_dtensor import prepare, prepare_model
 from ckpt_tools.commands.huggingface.import_hf import ImportOptions, read_huggingface
-from ckpt_tools.commands.job.conversion import Prepared
+from ckpt_tools.commands.job.conversion import ConvertOptions, Prepared
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
 from ckpt_tools.commands.job.placements import Layout
 from ckpt_tools.commands.look.load_dtensors import check_rank_masters, inline_tensor, to_torch
@@ -118,7 +117,7 @@ class StorageReader(TorchStorageReader):  # type: ignore[misc]  # torch is not r
         return [*self._seen.tensors, *self._seen.objects]
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        """What DCP is told: every tensor as one chunk, of which any box can be had."""
+        """What DCP gets: every tensor as one chunk, of which any box can be had."""
         seen = self._seen
         entries: _Entries = _Entries(seen.opened.location.path, self._to)
         entries |= {key: _entry(tensor) for key, tensor in seen.tensors.items()}
@@ -139,11 +138,11 @@ class StorageReader(TorchStorageReader):  # type: ignore[misc]  # torch is not r
             check_rank_masters(seen.opened.files, seen.prepared, self._options, rank, world)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """The plan, unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are: ranks do not depend on each other."""
+        """The plans, unchanged: ranks do not depend on each other."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -135,7 +135,12 @@ def same_small_parts(plan: Plan, output: Output, there: Files) -> bool:
     return all(
         there.exists(name) and there.size(name) == len(data) and there.read(name, 0, len(data)) == data
         for name, data in small.items()
-    ) and all(there.read(blob.file, blob.offset, blob.length) == blob.data for blob in plan.blobs)
+    ) and has_blobs(plan, there)
+
+
+def has_blobs(plan: Plan, there: Files) -> bool:
+    """Whether the objects of a plan are there as they would be written."""
+    return all(there.read(blob.file, blob.offset, blob.length) == blob.data for blob in plan.blobs)
 
 
 class _DifferentError(CkptError):

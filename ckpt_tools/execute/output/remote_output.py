@@ -58,7 +58,7 @@ from ckpt_tools.execute.write_job import (
     ThreadMemory,
     WriteJob,
 )
-from ckpt_tools.formats.storage.drivers import IN_FLIGHT, Begun, Part
+from ckpt_tools.formats.storage.drivers import IN_FLIGHT, Part, PartUpload
 from ckpt_tools.formats.storage.io_pool import pool
 from ckpt_tools.formats.storage.object_store import Retry, Store, no_bucket
 from ckpt_tools.formats.storage.open_files import open_files
@@ -215,7 +215,7 @@ class Uploads:
         entries = self._entries[name][first:last]  # those that begin in it
         part_bytes = _part_bytes(stretch, memory)
         in_flight = max(1, min(IN_FLIGHT, memory.parts // part_bytes - 1))
-        place = None if upload_id is None else Begun(upload_id, stretch.first_part)
+        place = None if upload_id is None else PartUpload(upload_id, stretch.first_part)
 
         def upload(_timeout: float) -> list[Part]:
             self._marker.check()
@@ -330,6 +330,7 @@ _LEAVING = Retry(attempts=1, patience=5.0)  # a run that failed tidies up, but w
 
 class RemoteOutput:
     scratch: Path | None = None
+    data: Path | None = None
 
     def __init__(self, job: WriteJob) -> None:
         """Raises: UsageError: the output cannot be opened or written at all; `--direct`."""
