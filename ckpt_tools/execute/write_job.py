@@ -111,7 +111,7 @@ class WriteOptions:
     direct: bool = False  # write past the page cache
     check_source: SourceCheck = "all"
     verify_output: bool = False  # read what was written back and compare it, before it is published
-    workers: int | None = None  # processes forked on this machine, see `team.with_workers`; None: as many as help
+    workers: int | None = None  # processes forked here, see `team.with_workers`; None: as many as help
     tiles: int = TILES  # that a thread holds at a time
 
     def thread_memory(self, reads_store: bool, writes_store: bool = False) -> ThreadMemory:
