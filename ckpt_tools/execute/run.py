@@ -256,7 +256,6 @@ class _Run:
         return found, self.output.token
 
     def _work(self, opened: Mapping[str, str | None]) -> _Share:
-        """This rank's share."""
         with closing(self._source()) as source:
             done = self.output.work(source, opened)
         return {

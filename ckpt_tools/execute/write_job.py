@@ -39,10 +39,8 @@ _PARTS_OF_24 = {(False, False): 0, (True, False): 0, (False, True): 18, (True, T
 
 
 class ThreadMemory(NamedTuple):
-    """Bytes that one thread may hold."""
-
     tile: int  # one buffer of a pump
-    ahead: int  # ranges of a store's files, on their way or not yet read (`formats.read_ahead`)
+    ahead: int  # ranges of a store's files, on their way or not yet read (`formats.storage.prefetch`)
     parts: int  # parts of a file that is uploaded, being filled or on their way
 
 
@@ -108,16 +106,15 @@ class WriteOptions:
     """How to work. None of it changes a byte of the result."""
 
     threads: int = 2
-    memory_bytes: int | None = None  # for buffers, of all workers together; None: see `buffers.default_bytes`
+    memory_bytes: int | None = None  # for buffers, of all workers together; None: see `default_bytes`
     fsync: bool = False  # make everything durable before it is published, and give its page cache back
     direct: bool = False  # write past the page cache
     check_source: SourceCheck = "all"
     verify_output: bool = False  # read what was written back and compare it, before it is published
-    workers: int | None = None  # processes forked on this machine, see `workers`; None: as many as help
+    workers: int | None = None  # processes forked here, see `team.with_workers`; None: as many as help
     tiles: int = TILES  # that a thread holds at a time
 
     def thread_memory(self, reads_store: bool, writes_store: bool = False) -> ThreadMemory:
-        """What one thread may hold."""
         memory = thread_memory(self.memory_bytes, self.threads, self.workers or 1, reads_store, writes_store)
         return memory._replace(tile=max(MIN_TILE_BYTES, memory.tile * TILES // self.tiles))
 
@@ -180,15 +177,12 @@ class WriteJob:
 
     @property
     def thread_memory(self) -> ThreadMemory:
-        """As `WriteOptions.thread_memory`."""
         from ckpt_tools.execute.move.source_reader import has_stores
 
         return self.options.thread_memory(has_stores(self.files), isinstance(self.output.directory, str))
 
 
 class Done(NamedTuple):
-    """What one rank has done."""
-
     counters: Sequence[Counters]  # of its threads
     resumed: int  # items and blobs that an earlier process had finished
     versions: Mapping[str, str | None] = {}  # of its files, as the store calls them; a file system has none

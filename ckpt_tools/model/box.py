@@ -24,7 +24,6 @@ class Box(NamedTuple):
 
     @property
     def volume(self) -> int:
-        """Number of elements."""
         return math.prod(self.size)
 
     @property
@@ -67,7 +66,6 @@ class Box(NamedTuple):
         )
 
     def along(self, axis: int, start: int, size: int) -> Box:
-        """With another extent along an axis."""
         return Box(
             (*self.start[:axis], start, *self.start[axis + 1 :]),
             (*self.size[:axis], size, *self.size[axis + 1 :]),

@@ -138,25 +138,20 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Payload bytes of the whole tensor."""
         return self.numel * itemsize(self.dtype)
 
 
 def made_entry(key: str, made: Made) -> TensorEntry:
-    """The catalog's entry of a tensor that is computed."""
     dtype, shape = made.form
     return TensorEntry(key, dtype, shape, (), made)
 
 
 @many(frozen=True, slots=True)
 class ObjectEntry:
-    """A stored Python object: one `torch.save` archive."""
-
     key: str
     item: Item
 

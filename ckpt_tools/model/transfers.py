@@ -133,7 +133,6 @@ class OutputBlob(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Bytes."""
         return len(self.data)
 
 
@@ -177,7 +176,6 @@ class Plan:
 
     @property
     def source_files(self) -> list[str]:
-        """Names of the source files that are read, sorted."""
         return sorted({t.item.file for item in self.items for t in stored_parts(item.transfers)})
 
 

@@ -158,7 +158,6 @@ class Defragment(NamedTuple):
 
     @property
     def local(self) -> Shape:
-        """Shape of one part, in elements."""
         return tuple(n // f for n, f in zip(self.dims, self.fragments, strict=True))
 
     def shape(self, shape: Shape) -> Shape:
@@ -224,7 +223,6 @@ View: TypeAlias = tuple[Step, ...]
 
 
 def view_shape(view: Sequence[Step], shape: Shape) -> Shape:
-    """Shape after all steps."""
     for step in view:
         shape = step.shape(shape)
     return shape

@@ -67,7 +67,6 @@ def plan_digest(
     paths: Mapping[str, tuple[str | int, ...]],
     original_shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> str:
-    """SHA-256 over a canonical rendering of the plan."""
     state = hashlib.sha256()
     data_digest = cache(lambda data: hashlib.sha256(data).hexdigest())
     for item in items:
@@ -118,8 +117,6 @@ MIN_BYTES = 1 << 20  # a shorter run of zeros saves less than the room set aside
 
 
 class Hole(NamedTuple):
-    """A byte range of a file."""
-
     start: int
     stop: int
 
@@ -135,7 +132,6 @@ def holes(plan: Plan) -> Mapping[str, list[Hole]]:
 
 
 def hole_bytes(found: Mapping[str, list[Hole]]) -> int:
-    """Bytes in all of them."""
     return sum(hole.stop - hole.start for ranges in found.values() for hole in ranges)
 
 

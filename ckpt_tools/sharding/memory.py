@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
 from ckpt_tools.errors import UsageError
@@ -37,7 +37,6 @@ class Memory:
 
     @property
     def persistent(self) -> int:
-        """Bytes held all the time."""
         return self.weights + self.main_weights + self.gradients + self.adam
 
     @property
@@ -46,14 +45,7 @@ class Memory:
         return self.persistent + self.communication
 
     def __add__(self, other: Memory) -> Memory:
-        return Memory(
-            self.weights + other.weights,
-            self.main_weights + other.main_weights,
-            self.gradients + other.gradients,
-            self.adam + other.adam,
-            self.padding + other.padding,
-            self.communication + other.communication,
-        )
+        return Memory(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 def rank_memory(

@@ -63,7 +63,6 @@ class Parameter:
         return topology.etp if self.is_expert else topology.tp
 
     def local_shape(self, topology: Topology) -> Shape:
-        """Shape of one TP rank's piece."""
         if self.tp_dim is None:
             return self.shape
         t = self.tp_dim
@@ -87,7 +86,6 @@ def rows_box(local: Shape, start: int, stop: int, tp_dim: int | None, tp_rank: i
 
 
 def part_names(parameter: Parameter) -> list[str]:
-    """The checkpoint tensors that hold a parameter."""
     return [part.name for part in parameter.parts] or [parameter.name]
 
 

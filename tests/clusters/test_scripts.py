@@ -108,28 +108,22 @@ def test_convert_with_torchrun_in_a_container(slurm):
 
 
 def test_convert_returns_the_failure_of_its_ranks_and_of_the_verification(slurm):
-    code, _, calls = slurm.run(CONVERT, INPUT="/in", OUTPUT="/out", FAIL="convert-")
-    assert (code, len(calls)) == (6, 1)
-    code, _, calls = slurm.run(CONVERT, INPUT="/in", OUTPUT="/out", FAIL="verify")
-    assert (code, len(calls)) == (6, 2)
+    for fail, calls in (("convert-", 1), ("verify", 2)):
+        code, _, made = slurm.run(CONVERT, INPUT="/in", OUTPUT="/out", FAIL=fail)
+        assert (code, len(made)) == (6, calls)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"OUTPUT": "/out"}, "set INPUT to the checkpoint to convert"),
-        ({"INPUT": "/in"}, "set OUTPUT to the directory to write"),
-        (
-            {"INPUT": "/in", "OUTPUT": "/out", "LAUNCHER": "mpirun"},
-            "LAUNCHER is srun or torchrun, not mpirun",
-        ),
+        ("OUTPUT=/out", "set INPUT to the checkpoint to convert"),
+        ("INPUT=/in", "set OUTPUT to the directory to write"),
+        ("INPUT=/in OUTPUT=/out LAUNCHER=mpirun", "LAUNCHER is srun or torchrun, not mpirun"),
     ],
 )
 def test_convert_refuses_incomplete_settings(slurm, settings, message):
-    code, stderr, calls = slurm.run(CONVERT, **settings)
-    assert code != 0
-    assert message in stderr
-    assert calls == []
+    code, stderr, calls = slurm.run(CONVERT, **dict(word.split("=") for word in settings.split()))
+    assert code != 0 and message in stderr and calls == []
 
 
 def test_training_starts_after_a_preflight_of_the_same_flags(slurm):

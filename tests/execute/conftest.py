@@ -95,6 +95,16 @@ def reopened_case(folder: Path) -> Case:
     return Case(files, catalog, Target(tensors, (step,), (TargetObject("iteration", 7),)), {})
 
 
+@pytest.fixture(scope="session")
+def converters():
+    """A process that has imported everything, and forks what is ordered."""
+    from tests.execute.converter import Converters
+
+    started = Converters()
+    yield started
+    assert "Traceback" not in started.close()
+
+
 @pytest.fixture
 def case(tmp_path: Path) -> Case:
     return make_case(tmp_path / "source")

@@ -9,7 +9,7 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,19 +27,12 @@ from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.formats.locate.detect import TRACKER
 from ckpt_tools.formats.storage.open_files import open_files
 from tests.execute.conftest import Case, make_case
-from tests.execute.converter import Converters, Order, wait_until
+from tests.execute.converter import Order, wait_until
 from tests.execute.fault_matrix import every_call, flips, kill_anywhere, metadata_flips, raising
 from tests.execute.test_run import tree
 
 SMALL = WriteOptions(threads=2, memory_bytes=6 << 16)
 UNPROVEN = replace(SMALL, check_source="none")  # the kernel copies only what need not be proven
-
-
-@pytest.fixture(scope="module")
-def converters() -> Iterator[Converters]:
-    started = Converters()
-    yield started
-    assert "Traceback" not in started.close()
 
 
 @pytest.mark.parametrize("resumed", [False, True])

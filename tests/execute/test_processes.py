@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -40,15 +39,8 @@ from ckpt_tools.execute.processes.team import (
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from tests.conftest import REPO
 from tests.execute.conftest import make_case
-from tests.execute.converter import Converters, Order, wait_until
+from tests.execute.converter import Order, wait_until
 from tests.execute.test_run import tree
-
-
-@pytest.fixture(scope="module")
-def converters() -> Iterator[Converters]:
-    started = Converters()
-    yield started
-    assert "Traceback" not in started.close()
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from ckpt_tools.model.views import Narrow, Permute, Source, View
 from ckpt_tools.plan.build import build_plan
 from tests.damage import flip_bit
 from tests.execute.conftest import Case, make_case, opened
-from tests.execute.converter import Converters, Order
+from tests.execute.converter import Order
 from tests.plan.test_build import rows
 from tests.synthetic import DcpFolder
 
@@ -244,15 +244,13 @@ def test_unproven_damage_of_a_whole_payload_still_shows(tmp_path, monkeypatch, a
         assert crc.crc32(path.read_bytes()[offset : offset + nbytes]) != stated
 
 
-def test_damage_of_a_payload_that_two_processes_read_is_one_error(tmp_path):
+def test_damage_of_a_payload_that_two_processes_read_is_one_error(tmp_path, converters):
     make_case(tmp_path / "source", scale=24)
     path, offset, nbytes = stored_payload(tmp_path / "source", "weight")
     flip_bit(path, offset + nbytes // 3)
-    converters = Converters()
     for end in converters.run(Order(str(tmp_path), world=2, parts=3)):
         assert end.status == 4 and path.name in end.message
         assert end.message.startswith("weight: the payload of the item at byte ")  # no rank found it alone
-    converters.close()
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
 

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, StorageError, UsageError
 from ckpt_tools.execute.move import stream
 from ckpt_tools.execute.move.read_box import BoxReader
-from ckpt_tools.execute.processes.threads import _FileQueue
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.formats.dcp.metadata_read import read_catalog
 from ckpt_tools.formats.dcp.metadata_write import metadata_bytes
@@ -118,21 +117,6 @@ def test_reading_recognises_the_records_that_are_written(case):
     # The first of each kind is another: it names the fields, which later ones fetch from the memo.
     assert [type(chunk) for chunk in chunks] == [Object] + [Record] * len(plan.items)
     assert sum(map(len, machine.stored.values())) == len(plan.items) + len(plan.blobs) - 1
-
-
-@pytest.mark.parametrize("threads", [1, 3, 8])
-def test_threads_take_every_batch_once_and_spread_over_files(case, threads):
-    items = case.plan(4).items
-    share = range(1, len(items) - 1)
-    todo = _FileQueue(items, share, 6 << 16)
-    chosen = [file for _ in range(threads) if (file := todo.file())]
-    assert len(set(chosen)) == min(threads, len({items[n].file for n in share}))
-    taken: list[int] = []
-    while (file := todo.file()) is not None:
-        for batch in todo.batches(file):
-            assert {items[n].file for n in batch} == {file}
-            taken += batch
-    assert taken and sorted(taken) == list(share)
 
 
 def test_kernel_copies_equal_tiles(tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ from ckpt_tools.model.views import (
     push_piece,
     view_shape,
 )
-from tests.strategies import Shape, boxes, defragments, shapes, tilings, viewed_shapes
+from tests.strategies import Shape, boxes, defragments, tilings, viewed_shapes
 
 ABSENT = -1
 
@@ -78,75 +78,35 @@ def elements(payload: np.ndarray, piece: Piece) -> np.ndarray:
     return as_strided(payload[piece.offset :], piece.box.size, [8 * s for s in piece.strides])
 
 
-def assemble(shape: Shape, view: View, chunks: list[Box]) -> np.ndarray:
+def check_box(shape, view, chunks, box):
+    """The planner's way: crop chunks to the pulled box, push, crop to the box."""
     source = np.arange(math.prod(shape)).reshape(shape)
-    out = np.full(view_shape(view, shape), ABSENT)
+    out = np.full(box.size, ABSENT)
     for chunk in chunks:
-        payload = source[region(chunk)].flatten()
-        for piece in push_piece(view, chunk_piece(chunk)):
-            assert not piece.box.is_empty
-            assert (out[region(piece.box)] == ABSENT).all()  # nothing is shown twice
-            out[region(piece.box)] = elements(payload, piece)
-    return out
+        assert chunk_piece(chunk).crop(Box(*chunk)) == chunk_piece(chunk)
+        part = chunk_piece(chunk).crop(pull_box(view, box))
+        for piece in push_piece(view, part) if part else ():
+            kept = piece.crop(box)
+            if kept is not None:
+                assert not kept.box.is_empty
+                place = region(kept.box.relative_to(box))
+                assert (out[place] == ABSENT).all()  # nothing is shown twice
+                out[place] = elements(source[region(chunk)].flatten(), kept)
+    assert np.array_equal(out, expected(shape, view)[region(box)])
 
 
 @given(st.data())
-def test_view_of_chunks_is_numpy_indexing(data):
+def test_any_box_of_any_view_of_any_chunks_is_numpy_indexing(data):
     shape, view = data.draw(viewed_shapes())
-    chunks = data.draw(tilings(shape))
-    assert np.array_equal(assemble(shape, view, chunks), expected(shape, view))
+    whole = full_box(view_shape(view, shape))
+    for box in (whole, data.draw(boxes(whole.size, min_side=1))):
+        check_box(shape, view, data.draw(tilings(shape)), box)
 
 
 @given(st.data())
 def test_defragment_of_any_chunks(data):
     shape, step = data.draw(defragments())
-    chunks = data.draw(tilings(shape, max_cuts=8))
-    assert np.array_equal(assemble(shape, (step,), chunks), expected(shape, (step,)))
-
-
-@given(st.data())
-def test_pulled_box_holds_every_element_of_the_box(data):
-    shape, view = data.draw(viewed_shapes())
-    box = data.draw(boxes(view_shape(view, shape), min_side=1))
-    pulled = pull_box(view, box).intersect(full_box(shape))
-    wanted = expected(shape, view)[region(box)]
-    wanted = wanted[wanted != ABSENT]
-    inside = np.arange(math.prod(shape)).reshape(shape)[region(pulled)] if pulled else np.empty(0, int)
-    assert np.isin(wanted, inside).all()
-
-
-@given(st.data())
-def test_reading_a_box_through_its_pulled_box(data):
-    """The planner's way: crop chunks to the pulled box, push, crop to the box."""
-    shape, view = data.draw(viewed_shapes())
-    chunks = data.draw(tilings(shape))
-    box = data.draw(boxes(view_shape(view, shape), min_side=1))
-    source = np.arange(math.prod(shape)).reshape(shape)
-    out = np.full(box.size, ABSENT)
-    for chunk in chunks:
-        part = chunk_piece(chunk).crop(pull_box(view, box))
-        for piece in push_piece(view, part) if part else ():
-            kept = piece.crop(box)
-            if kept is not None:
-                out[region(kept.box.relative_to(box))] = elements(source[region(chunk)].flatten(), kept)
-    assert np.array_equal(out, expected(shape, view)[region(box)])
-
-
-@given(st.data())
-def test_crop_keeps_the_elements(data):
-    shape = data.draw(shapes())
-    outer = data.draw(boxes(shape, min_side=1))
-    inner = data.draw(boxes(shape, min_side=1))
-    payload = np.arange(math.prod(shape)).reshape(shape)[region(outer)].flatten()
-    assert chunk_piece(outer).crop(Box(*outer)) == chunk_piece(outer)
-    kept = chunk_piece(outer).crop(inner)
-    common = outer.intersect(inner)
-    if kept is None:
-        assert common is None
-        return
-    assert kept.box == common
-    whole = np.arange(math.prod(shape)).reshape(shape)
-    assert np.array_equal(elements(payload, kept), whole[region(kept.box)])
+    check_box(shape, (step,), data.draw(tilings(shape, max_cuts=8)), full_box(step.dims))
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ import shlex
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import astuple, dataclass, field, fields, replace
-from itertools import chain
+from dataclasses import dataclass, field, fields, replace
 from typing import Generic, NamedTuple, TypeVar
 
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
@@ -26,11 +25,8 @@ from ckpt_tools.execute.processes.ranks import Ranks, connect
 from ckpt_tools.execute.processes.team import with_workers
 from ckpt_tools.execute.proof.masters import (
     MastersReport,
-    compare_masters,
-    in_order,
+    compare_shared,
     refuse_masters,
-    share_of,
-    sum_up,
 )
 from ckpt_tools.execute.proof.prove_source import prove_payloads
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, rehearse, write_checkpoint
@@ -352,21 +348,14 @@ def prove_rounding(
 
     CorruptCheckpointError: some do not round, as payloads are damaged.
     """
-    mine = share_of(must_round, level, ranks)
-
-    def compare() -> tuple[tuple[int, ...], list[str]]:
-        report, problems = compare_masters(
-            files, catalog, mine, level, ranks.check, options.threads, fp8_recipe
-        )
-        if problems and options.check_source != "none":
-            keys = {s.key for t in mine for s in (*t.sources, *t.must_round_to)}
-            prove_payloads(files, catalog, sorted(keys), options.threads)
-        return astuple(report), problems
-
-    shares = ranks.together(compare)
-    problems = chain.from_iterable(problems for _, problems in shares)
-    refuse_masters(in_order(must_round, problems), advice)
-    return sum_up(MastersReport(*report) for report, _ in shares)
+    threads = options.threads
+    report, problems = compare_shared(files, catalog, must_round, level, ranks, threads, fp8_recipe)
+    if problems and options.check_source != "none":
+        keys = sorted({s.key for t in must_round for s in (*t.sources, *t.must_round_to)})
+        share = keys[ranks.rank :: ranks.world]
+        ranks.together(lambda: prove_payloads(files, catalog, share, threads))
+    refuse_masters(problems, advice)
+    return report
 
 
 def _report(

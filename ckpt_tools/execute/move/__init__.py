@@ -1,7 +1,6 @@
 """Bytes from source to output in bounded memory.
 
 * `stream`: the pump: one item at a time, or many small ones, through buffers of fixed size
-* `fill`: gathers, casts and computes the elements of a region
-* `source_reader`: regions of stored tensors
+* `source_reader`: regions of stored tensors: read, cast or computed
 * `read_box`: any box of a tensor, for checks and printing
 """

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckpt_tools.execute.move.fill import Filled, Filler
-from ckpt_tools.execute.move.source_reader import Payload, SourceReader, chunk_of, spans
+from ckpt_tools.execute.move.source_reader import Filled, Filler, Payload, SourceReader, chunk_of, spans
 from ckpt_tools.execute.processes.ranks import Ranks
 from ckpt_tools.execute.proof.payload_sums import SourceProof
 from ckpt_tools.execute.proof.prove_source import prove_rest
@@ -179,7 +178,6 @@ class BoxReader:
         return scratch
 
     def close(self) -> None:
-        """Remove temporary files."""
         self._source.close()
 
 
@@ -196,7 +194,6 @@ def read_proven(files: Files, catalog: Catalog, target: TargetTensor) -> Array:
 
 
 def read_box(files: Files, catalog: Catalog, target: TargetTensor, box: Box) -> Array:
-    """One box of one target tensor; see `BoxReader.read`."""
     reader = BoxReader(files, catalog)
     try:
         return reader.read(target, box)

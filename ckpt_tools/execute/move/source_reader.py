@@ -1,4 +1,6 @@
-"""Reads regions of stored tensors: finds payloads, checks them against the metadata, gathers strided elements."""
+"""Reads regions of stored tensors: finds payloads, checks them against the metadata, gathers strided elements; and
+fills regions of memory with what transfers say: elements read, cast, or computed.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, UnsupportedCheckpointError
 from ckpt_tools.execute.output.fileio import drop_cache, storage_errors
@@ -25,10 +29,10 @@ from ckpt_tools.formats.torch_archive.item_reader import ARCHIVE_END, Stretch, T
 from ckpt_tools.formats.torch_archive.tensor_template import tensor_frame, usual_item
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Item
-from ckpt_tools.model.dtypes import itemsize
-from ckpt_tools.model.kernels.casts import Array, raw_dtype
-from ckpt_tools.model.transfers import Computation, Transfer, stored_parts
-from ckpt_tools.model.views import Piece
+from ckpt_tools.model.dtypes import Form, itemsize
+from ckpt_tools.model.kernels.casts import Array, cast_checked, numpy_dtype, raw_dtype
+from ckpt_tools.model.transfers import Computation, Operand, Transfer, stored_parts
+from ckpt_tools.model.views import Piece, pull_box, push_piece
 from ckpt_tools.plan.byte_runs import is_dense, pattern_blocks, read_pattern, row_major_tiles, span_elems
 
 _CACHED_PAYLOADS = 16384
@@ -36,8 +40,6 @@ _MAX_REPEATED_BYTES = 64 << 20  # of a tensor larger than its storage: expanded,
 
 
 class ChunkRef(NamedTuple):
-    """A stored chunk as the metadata describes it."""
-
     key: str
     item: Item
     dtype: str
@@ -45,7 +47,6 @@ class ChunkRef(NamedTuple):
 
 
 def chunk_of(transfer: Transfer) -> ChunkRef:
-    """The source chunk that a transfer reads."""
     return ChunkRef(transfer.key, transfer.item, transfer.dtype, transfer.shape)
 
 
@@ -213,7 +214,6 @@ def frame_reads(
 
 
 def has_stores(files: Files) -> bool:
-    """Whether some of the files are in a store."""
     return any(
         isinstance(part, RemoteFiles) for part in (files.parts if isinstance(files, JoinedFiles) else [files])
     )
@@ -262,3 +262,132 @@ def spans(piece: Piece, shape: Sequence[int], width: int, most_bytes: int) -> It
 def index_of(box: Box) -> tuple[Any, ...]:
     """The index that shows `box` of an array as a view; the `...` makes it one for 0-d arrays too."""
     return (..., *map(slice, box.start, box.stop))
+
+
+@dataclass(slots=True)
+class Filled:
+    """What was done: bytes read; by tensor, and by what was cast to it, the elements that have another value now."""
+
+    read: int = 0
+    rounded: dict[str, dict[str, int]] = field(default_factory=dict)
+
+
+class Filler:
+    """Fills regions from one source; `scratch` is as for `read_region`. One filler a thread."""
+
+    def __init__(self, source: SourceReader, scratch: Array, done: Filled) -> None:
+        self._source, self._scratch, self._done = source, scratch, done
+
+    def fill(
+        self,
+        out: Array,
+        dtype: str,
+        box: Box,
+        transfers: Iterable[Transfer | Computation],
+        key: str,
+        origin: tuple[int, ...],
+    ) -> None:
+        """Write the elements of `box`, of element type `dtype`, to `out`; those that no transfer gives stay.
+
+        `box` has the coordinates of the transfers' boxes, whose zero is `origin` of tensor `key`; `out` has its shape
+        and the type `casts.raw_dtype(dtype)`.
+        """
+        for transfer in transfers:
+            common = transfer.box.intersect(box)
+            if common is None:
+                continue
+            region, shown = out[index_of(common.relative_to(box))], common.shift(origin)
+            if isinstance(transfer, Computation):
+                self._compute(region, dtype, transfer, shown, key)
+            else:
+                self._copy(region, dtype, transfer, common, key, shown.start)
+
+    def reads(
+        self, box: Box, transfers: Iterable[Transfer | Computation], origin: tuple[int, ...]
+    ) -> Iterator[Range]:
+        """What `fill` asks of stores, in its order."""
+        for transfer in transfers:
+            common = transfer.box.intersect(box)
+            if common is None:
+                continue
+            if isinstance(transfer, Computation):
+                _, needed = _needs(transfer, common.shift(origin))
+                for operand, part in zip(transfer.operands, needed, strict=True):
+                    yield from self.reads(part.relative_to(operand.box), operand.transfers, operand.box.start)
+            else:
+                piece = transfer.piece.crop(common)
+                assert piece is not None  # they meet
+                yield from self._source.reads(transfer, piece, len(self._scratch))
+
+    def _copy(
+        self, out: Array, dtype: str, transfer: Transfer, box: Box, key: str, start: tuple[int, ...]
+    ) -> None:
+        """The part `box` of what a transfer gives; it begins at `start` of the tensor."""
+        piece = transfer.piece.crop(box)
+        assert piece is not None  # they meet
+        payload = self._source.payload(chunk_of(transfer))
+        if transfer.dtype == dtype:
+            self._done.read += read_region(payload, piece, out, self._scratch)
+            return
+        values = np.empty(box.size, raw_dtype(transfer.dtype))
+        self._done.read += read_region(payload, piece, values, self._scratch)
+        out[...] = self._cast(values, transfer.dtype, dtype, transfer.key, key, start)
+
+    def _compute(self, out: Array, dtype: str, computation: Computation, shown: Box, key: str) -> None:
+        """What the view shows in `shown` (target coordinates), from as little of the made tensor as it takes."""
+        wanted, boxes = _needs(computation, shown)
+        name = computation.key
+        tiles = [self._operand(o, box, name) for o, box in zip(computation.operands, boxes, strict=True)]
+        try:
+            values = computation.kernel.compute(wanted, tiles)
+        except ValueError as error:
+            raise CorruptCheckpointError(f"{name} {wanted}: {error}") from None
+        flat, steps = _flat(values.view(raw_dtype(computation.dtype)))
+        for piece in push_piece(computation.view, Piece(wanted, 0, steps)):
+            part = piece.crop(shown)
+            if part is not None:
+                strides = tuple(s * flat.itemsize for s in part.strides)
+                elements = np.ndarray(
+                    part.box.size, flat.dtype, flat.data, part.offset * flat.itemsize, strides
+                )
+                cast = self._cast(elements, computation.dtype, dtype, computation.key, key, part.box.start)
+                out[index_of(part.box.relative_to(shown))] = cast
+
+    def _operand(self, operand: Operand, box: Box, key: str) -> Array:
+        """The elements of `box` (the input's coordinates) as a kernel takes them."""
+        make = np.zeros if operand.zeros else np.empty
+        raw = make(box.size, raw_dtype(operand.dtype))
+        inside = box.relative_to(operand.box)
+        self.fill(raw, operand.dtype, inside, operand.transfers, key, operand.box.start)
+        return raw.view(numpy_dtype(operand.dtype))
+
+    def _cast(
+        self, values: Array, source: str, target: str, source_key: str, key: str, start: tuple[int, ...]
+    ) -> Array:
+        if source == target:
+            return values
+        result, changed = cast_checked(values, source, target, key, start)
+        if changed:
+            of_key = self._done.rounded.setdefault(key, {})
+            of_key[source_key] = of_key.get(source_key, 0) + changed
+        return result
+
+
+def _needs(computation: Computation, shown: Box) -> tuple[Box, Sequence[Box]]:
+    """The part of the made tensor that the view shows in `shown`, and what of each input its kernel needs for it."""
+    wanted = pull_box(computation.view, shown).intersect(full_box(computation.shape))
+    assert wanted is not None  # the plan found it
+    forms = [Form(operand.dtype, operand.shape) for operand in computation.operands]
+    return wanted, computation.kernel.needs(wanted, forms)
+
+
+def _flat(values: Array) -> tuple[Array, tuple[int, ...]]:
+    """The memory of a kernel's result from its first element on, and how its elements are spaced in it.
+
+    A kernel may return a view, transposed for one, so that what a view turns back is never copied in between.
+    """
+    if 0 in values.shape or min(values.strides, default=0) < 0:
+        values = np.ascontiguousarray(values)
+    steps = tuple([stride // values.itemsize for stride in values.strides])
+    length = sum((n - 1) * step for n, step in zip(values.shape, steps, strict=True)) + 1
+    return as_strided(values, (max(0, length),), (values.itemsize,)), steps

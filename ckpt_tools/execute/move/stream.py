@@ -19,8 +19,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckpt_tools.execute.move.fill import Filled, Filler
-from ckpt_tools.execute.move.source_reader import Payload, SourceReader, chunk_of, store_ranges
+from ckpt_tools.execute.move.source_reader import (
+    Filled,
+    Filler,
+    Payload,
+    SourceReader,
+    chunk_of,
+    store_ranges,
+)
 from ckpt_tools.execute.output.fileio import (
     BLOCK_BYTES,
     At,
@@ -175,7 +181,6 @@ class Pump:
                 yield from self._filler.reads(tile, transfers, item.box.start)
 
     def batch_reads(self, items: Sequence[OutputItem]) -> Iterator[Range]:
-        """What writing a batch asks of stores."""
         copies = [next(stored_parts(item.transfers)).item for item in items]
         for file, start, stop in coalesce(copies, len(self._scratch)):
             yield from store_ranges(self._source.files, file, start, stop)
@@ -370,7 +375,6 @@ class Pump:
 
 
 def _frame_of(item: OutputItem) -> Frame:
-    """The bytes around the item's payload."""
     make = bare_frame if item.bare else tensor_frame
     return make(item.dtype, item.box.size)
 

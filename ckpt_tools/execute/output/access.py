@@ -84,7 +84,6 @@ def _common_bits(folder: Path) -> int:
 
 
 def make_folder(parent: Folder, name: str, access: Access) -> Folder:
-    """A new directory with this access."""
     folder = parent.make(name, access.directory)
     status = os.fstat(folder.fd)
     mode, inherits = stat.S_IMODE(status.st_mode), bool(status.st_mode & stat.S_ISGID)

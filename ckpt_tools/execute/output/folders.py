@@ -28,8 +28,6 @@ class Foreign(UsageError):  # noqa: N818  named for what was found
 
 
 class Place(NamedTuple):
-    """A name in an open directory."""
-
     folder: Folder
     name: str
 
@@ -120,7 +118,6 @@ class Folder:
         return fd
 
     def read(self, name: str, limit: int) -> bytes:
-        """A whole small file."""
         fd = self.open(name, os.O_RDONLY)
         with os.fdopen(fd, "rb") as file:
             size = os.fstat(fd).st_size
@@ -148,7 +145,6 @@ class Folder:
             raise
 
     def make(self, name: str, mode: int = 0o777) -> Folder:
-        """The new directory `name`."""
         os.mkdir(name, mode, dir_fd=self.fd)
         return self.enter(name)
 
@@ -213,7 +209,6 @@ def exchange(a: Place, b: Place) -> bool:
 
 @contextmanager
 def opened(folder: Folder, name: str, flags: int, mode: int = 0o666) -> Iterator[int]:
-    """A descriptor for a while."""
     with storage_errors(folder.path / name):
         fd = folder.open(name, flags, mode)
     try:

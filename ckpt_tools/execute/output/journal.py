@@ -127,7 +127,6 @@ class Journal:
         return self._parent().enter(self._folder.name)
 
     def begin(self, plan: Plan, source: list[list[object]]) -> None:
-        """Start a new journal."""
         with storage_errors(self._folder):
             header = json.dumps({"digest": plan.digest, "source": source})
             with self._parent().make(self._folder.name, 0o700) as folder:
@@ -174,7 +173,6 @@ class Journal:
                 lines = lines[os.write(self._fd, lines) :]
 
     def close(self) -> None:
-        """Stop appending."""
         with storage_errors(self._folder):
             os.close(self._fd)
 

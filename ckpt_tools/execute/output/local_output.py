@@ -26,7 +26,7 @@ import fcntl
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import cached_property
 from pathlib import Path
@@ -58,37 +58,6 @@ from ckpt_tools.plan.build import hole_bytes, holes, worker_share
 LOCK, MARKER, DATA, REPLACED, JOURNAL = "lock", "publishing", "checkpoint", "replaced", "journal"
 _OWN = re.compile(rf"{LOCK}|{MARKER}|{DATA}|{REPLACED}|{JOURNAL}|(spool|direct)-\w+|\.[0-9a-f]{{16}}\.tmp")
 _MARKER_BYTES, _LOCK_BYTES = 1 << 12, 1 << 10
-
-
-def check_final(
-    parent: Folder,
-    final: Path,
-    overwrite: bool,
-    written: Collection[str],
-    sources: Iterable[Path],
-    moved: Path | None = None,
-) -> str | None:
-    """What is replaced, for an output that is absent, empty (None) or to be replaced.
-
-    Args:
-        written: the names of the new output's files.
-        sources: the directories that it is made of.
-        moved: where a process that was killed while replacing the old directory has left that.
-    """
-    status = parent.status(final.name) if moved is None else os.lstat(moved)
-    if status is None:
-        return None
-    if not stat.S_ISDIR(status.st_mode):
-        raise UsageError(f"{final} exists and is not a directory; choose another output")
-    if final.is_mount():
-        raise UsageError(f"{final} is a mount point, which cannot be replaced; choose a directory inside it")
-    old = moved or final
-    if not any(old.iterdir()):
-        return None
-    if not overwrite:
-        raise UsageError(f"{final} is not empty; choose another output or replace it with --overwrite")
-    _refuse_sources(final, sources)
-    return replaced(str(final), lambda name: _entries(old / name), written)
 
 
 def _entries(folder: Path) -> dict[str, int | None]:
@@ -137,7 +106,6 @@ def foreign_file_error(folder: Folder, name: str) -> Foreign:
 
 
 def lock_output(lock: int, final: Path, kind: int = fcntl.LOCK_EX) -> None:
-    """Lock the open file `lock` of the output `final`."""
     try:
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -192,7 +160,6 @@ class LocalOutput:
         return Place(self.parent(), self.final.name)
 
     def parent(self) -> Folder:
-        """The directory that the output is made in."""
         if self._parent is None:
             with storage_errors(self.final.parent):
                 self._parent = Folder.named(self.final.parent)
@@ -241,25 +208,48 @@ class LocalOutput:
                     lock_output(lock.fileno(), self.final, fcntl.LOCK_SH)
             if folder.exists(REPLACED) and not parent.exists(self.final.name):
                 moved = self.partial / REPLACED
+        self._state = fingerprint(self._job.files, self._plan)
         if self._examine(moved) == "nothing":
             return 0
-        job = self._job
-        self._journal.resume(job.plan, fingerprint(job.files, job.plan), job.files.location)
         with self.open_data() as data:
             return allocated(data)
 
     def _examine(self, moved: Path | None = None) -> Found:
-        """Whether there is unfinished work to go on from; raise UsageError if something is in the way."""
-        parent = self.parent()
-        has_work = parent.exists(self.partial.name) and self._journal.exists()
-        if has_work and not (self._overwrite or self._resume):
+        """Whether there is unfinished work to go on from; raise UsageError if something is in the way.
+
+        `moved` is where a process that was killed while replacing the old directory has left that.
+        """
+        has_work = self.parent().exists(self.partial.name) and self._journal.exists()
+        if has_work and self._resume:
+            self._journal.resume(self._plan, self._state, self._job.files.location)
+        elif has_work and not self._overwrite:
             raise UsageError(
                 f"{self.partial} holds a conversion that was stopped. Continue it with --resume, or start again "
                 "with --overwrite."
             )
-        written = {*self._plan.file_bytes, *self._job.output.extra_files}
-        self.replaced = check_final(parent, self.final, self._overwrite, written, self._sources, moved)
+        self._check_final(moved)
         return "unfinished" if has_work and self._resume and self._has_own_data() else "nothing"
+
+    def _check_final(self, moved: Path | None = None) -> None:
+        """Raise UsageError unless the output is absent, empty or may be replaced."""
+        final = self.final
+        status = self.parent().status(final.name) if moved is None else os.lstat(moved)
+        if status is None:
+            return
+        if not stat.S_ISDIR(status.st_mode):
+            raise UsageError(f"{final} exists and is not a directory; choose another output")
+        if final.is_mount():
+            raise UsageError(
+                f"{final} is a mount point, which cannot be replaced; choose a directory inside it"
+            )
+        old = moved or final
+        if not any(old.iterdir()):
+            return
+        if not self._overwrite:
+            raise UsageError(f"{final} is not empty; choose another output or replace it with --overwrite")
+        _refuse_sources(final, self._sources)
+        written = {*self._plan.file_bytes, *self._job.output.extra_files}
+        self.replaced = replaced(str(final), lambda name: _entries(old / name), written)
 
     def take(self, state: SourceState) -> Found:
         self._state = state
@@ -408,8 +398,6 @@ class LocalOutput:
         """All files in full length, with the blobs in them, and a journal."""
         if self._job.options.direct:
             check_direct(self.partial)
-        if found == "unfinished":
-            self._journal.resume(self._plan, self._state, self._job.files.location)
         self.create_files()
         if found == "nothing":
             self._journal.begin(self._plan, self._state)
@@ -468,8 +456,8 @@ class LocalOutput:
         finished = journal.finished()
         journal.open(job.ranks.rank)
         with closing(journal), self.open_data() as folder:
-            work = Work(job.plan, self._numbers(), source, folder, journal, job.options)
-            counters = work.run(finished, job.ranks.check, job.progress)
+            work = Work(job, self._numbers(), source, folder, journal)
+            counters = work.run(finished)
         return Done(counters, work.resumed)
 
     def publish(
@@ -508,7 +496,7 @@ class LocalOutput:
         folder, sync = self.folder(), self._job.options.fsync
         data, final = Place(folder, DATA), self._place
         if self._overwrite:
-            self._examine()
+            self._check_final()
         with storage_errors(self.final):
             with self.open_data() as finished:
                 if sync:

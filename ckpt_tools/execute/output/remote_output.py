@@ -30,7 +30,7 @@ import threading
 import uuid
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import cached_property
 from pathlib import Path
@@ -54,8 +54,6 @@ from ckpt_tools.execute.write_job import (
     METADATA,
     Done,
     Found,
-    Output,
-    Progress,
     SourceState,
     ThreadMemory,
     WriteJob,
@@ -77,7 +75,6 @@ def note_of(name: str) -> str:
 
 
 def is_note(name: str) -> bool:
-    """Whether it is such a file."""
     return name.startswith(note_of(""))
 
 
@@ -131,7 +128,6 @@ class Marker:
         return version
 
     def noted(self, name: str) -> str:
-        """The version of a file that was noted."""
         return self._store.get(note_of(name)).decode(errors="replace")
 
     def is_noted(self, name: str) -> bool:
@@ -177,9 +173,9 @@ class Stretch(NamedTuple):
 class Uploads:
     """Writes stretches of a plan's files to the store, as long as the marker is this run's."""
 
-    def __init__(self, plan: Plan, store: Store, marker: Marker) -> None:
-        self._store, self._marker = store, marker
-        self._entries = _entries_by_file(plan)
+    def __init__(self, job: WriteJob, store: Store, marker: Marker) -> None:
+        self._job, self._store, self._marker = job, store, marker
+        self._entries = _entries_by_file(job.plan)
         self._lock = threading.Lock()
         self.versions: dict[str, str | None] = {}  # of whole files, as the store calls what it has
         self.parts: dict[str, list[Part]] = {}  # of others
@@ -192,17 +188,11 @@ class Uploads:
         self.versions[name] = self._marker.noted(name)
 
     def run(
-        self,
-        stretches: Sequence[Stretch],
-        started: Mapping[str, str | None],
-        source: SourceReader,
-        threads: int,
-        memory: ThreadMemory,
-        watch: Callable[[], None],
-        progress: Progress,
+        self, stretches: Sequence[Stretch], started: Mapping[str, str | None], source: SourceReader
     ) -> list[Counters]:
         """Upload these stretches, those of files in `started` as parts of its upload; see `WorkerThreads.run`."""
-        crew = WorkerThreads(source, threads, memory, sum(stretch.nbytes for stretch in stretches))
+        job, memory = self._job, self._job.thread_memory
+        crew = WorkerThreads(source, job.options.threads, memory, sum(one.nbytes for one in stretches))
         left = iter(stretches)
 
         def upload(pump: Pump) -> None:
@@ -214,7 +204,7 @@ class Uploads:
                 crew.check()
                 self._upload(pump, stretch, started.get(stretch.file), memory)
 
-        return crew.run(upload, watch, progress)
+        return crew.run(upload, job.ranks.check, job.progress)
 
     def _upload(self, pump: Pump, stretch: Stretch, upload_id: str | None, memory: ThreadMemory) -> None:
         """Upload one stretch; started again when the store fails in a way that its driver cannot mend."""
@@ -310,7 +300,6 @@ def _part_bytes(stretch: Stretch, memory: ThreadMemory) -> int:
 
 
 def _entries_by_file(plan: Plan) -> dict[str, list[OutputItem | OutputBlob]]:
-    """The entries of each file, in order."""
     by_file: dict[str, list[OutputItem | OutputBlob]] = {name: [] for name in plan.file_bytes}
     entries: list[OutputItem | OutputBlob] = [*plan.items, *plan.blobs]
     for entry in sorted(entries, key=lambda entry: entry.offset):
@@ -340,8 +329,6 @@ _LEAVING = Retry(attempts=1, patience=5.0)  # a run that failed tidies up, but w
 
 
 class RemoteOutput:
-    """See `JobOutput`."""
-
     scratch: Path | None = None
     data: Path | None = None
 
@@ -370,7 +357,6 @@ class RemoteOutput:
         self._marker.token = token.removeprefix(_ASIDE)
 
     def _use(self, store: Store) -> None:
-        """Write into this folder."""
         self._store, self._marker = store, Marker(store)
 
     @cached_property
@@ -389,19 +375,40 @@ class RemoteOutput:
         if store.without_bucket:
             raise no_bucket(store.location, store.without_bucket)
         goes_on = output.resume and (MARKER in present or has_files(plan.file_bytes, present))
-        if present and not output.overwrite and not goes_on:
-            raise not_empty_error(store, present)
-        if output.overwrite:
-            look_at_old(store, present, plan, output)
+        if output.overwrite or not goes_on:
+            self._old(store, present)
+
+    def _old(self, store: Store, present: Mapping[str, int | None], may_be_there: bool = False) -> str | None:
+        """What `present` is, which the output replaces; raise UsageError if it may not."""
+        plan, output = self._job.plan, self._job.output
+        if present and not (output.overwrite or may_be_there):
+            what = "is not empty; choose another output or replace it with --overwrite"
+            if MARKER in present:
+                what = (
+                    "holds a conversion that was stopped, or is being written. Continue it with --resume, or start "
+                    "again with --overwrite"
+                )
+            raise UsageError(f"{store.location} {what}.")
+        sizes = {name: size for name, size in present.items() if name != MARKER and not is_note(name)}
+        if not sizes:
+            return None
+        if store.is_bucket:
+            raise UsageError(
+                f"{store.location} is not replaced: it is a whole bucket. Name a folder inside as the output."
+            )
+        return replaced(
+            store.location,
+            lambda folder: store.sizes(folder) if folder else sizes,
+            {*plan.file_bytes, *output.extra_files},
+            is_unfinished=MARKER in present,
+        )
 
     def take(self, state: SourceState) -> Found:
         self._state = state
         present, output = self._store.sizes(), self._job.output
         resume = output.resume
         if resume and not self._final.is_bucket and MARKER in (aside := self._aside.sizes()):
-            if present and MARKER not in present and not output.overwrite:
-                raise not_empty_error(self._final, present)
-            self.replaced = look_at_old(self._final, present, self._job.plan, output)
+            self.replaced = self._old(self._final, present, may_be_there=MARKER in present)
             self._use(self._aside)
             present = aside
         header = self._marker.read(present) if resume and MARKER in present else {}
@@ -446,16 +453,15 @@ class RemoteOutput:
         self._claim(withdraw=False, clear=False)
 
     def begin(self) -> Found:
-        output, plan, present = self._job.output, self._job.plan, self._final.sizes()
+        present = self._final.sizes()
         self._use(self._final)
-        if present and not output.overwrite:
-            raise not_empty_error(self._final, present)
-        self.replaced = look_at_old(self._final, present, plan, output)
+        self.replaced = self._old(self._final, present)
         is_old = bool(present) and (METADATA in present or MARKER not in present)
-        if output.overwrite and not self._final.is_bucket and (is_old or self._aside.sizes()):
+        can_keep_old = self._job.output.overwrite and not self._final.is_bucket
+        if can_keep_old and (is_old or self._aside.sizes()):
             self._use(self._aside)
             present = self._store.sizes()
-            look_at_old(self._store, present, plan, output)
+            self._old(self._store, present)
         self._claim(withdraw=METADATA in present, clear=bool(present))
         return "nothing"
 
@@ -483,7 +489,6 @@ class RemoteOutput:
         return [item for item in self._job.plan.items if item.file in names]
 
     def _stretches(self) -> list[Stretch]:
-        """Those of all ranks."""
         plan, ranks = self._job.plan, self._job.ranks
         if not self._store.driver.takes_stretches:
             return [Stretch(name, 0, size) for name, size in plan.file_bytes.items()]
@@ -506,15 +511,13 @@ class RemoteOutput:
 
     def work(self, source: SourceReader, opened: Mapping[str, str | None]) -> Done:
         job, ranks = self._job, self._job.ranks
-        uploads = Uploads(job.plan, self._store, self._marker)
+        uploads = Uploads(job, self._store, self._marker)
         there = {name for name in self._names() if opened.get(name, "") is None}
         for name in sorted(there):
             uploads.note(name, source)
         mine = share_of(self._stretches(), ranks.rank, ranks.world)
         todo = [stretch for stretch in mine if opened.get(stretch.file, "") is not None]
-        counters = uploads.run(
-            todo, opened, source, job.options.threads, job.thread_memory, job.ranks.check, job.progress
-        )
+        counters = uploads.run(todo, opened, source)
         resumed = sum(item.file in there for item in job.plan.items)
         resumed += sum(blob.file in there for blob in job.plan.blobs)
         return Done(counters, resumed, uploads.versions, uploads.parts)
@@ -543,7 +546,7 @@ class RemoteOutput:
         """Put what was made aside into the place of the old checkpoint."""
         job, final, aside = self._job, self._final, self._store
         old = final.sizes()
-        look_at_old(final, old, job.plan, job.output)
+        self._old(final, old, may_be_there=True)
         self._marker.check()
         marker = Marker(final)
         marker.token = self._marker.token
@@ -604,31 +607,3 @@ class RemoteOutput:
 
     def close(self) -> None:
         """A store holds nothing open."""
-
-
-def look_at_old(store: Store, present: Mapping[str, int | None], plan: Plan, output: Output) -> str | None:
-    """What `present` is, which may be replaced."""
-    sizes = {name: size for name, size in present.items() if name != MARKER and not is_note(name)}
-    if not sizes:
-        return None
-    if store.is_bucket:
-        raise UsageError(
-            f"{store.location} is not replaced: it is a whole bucket. Name a folder inside as the output."
-        )
-    return replaced(
-        store.location,
-        lambda folder: store.sizes(folder) if folder else sizes,
-        {*plan.file_bytes, *output.extra_files},
-        is_unfinished=MARKER in present,
-    )
-
-
-def not_empty_error(store: Store, present: Iterable[str]) -> UsageError:
-    """What to say of an output with files in it that no option gives up."""
-    what = "is not empty; choose another output or replace it with --overwrite"
-    if MARKER in present:
-        what = (
-            "holds a conversion that was stopped, or is being written. Continue it with --resume, or start again "
-            "with --overwrite"
-        )
-    return UsageError(f"{store.location} {what}.")

@@ -53,7 +53,6 @@ class Line:
         threading.Thread(target=self._serve, name="ckpt-line", daemon=True).start()
 
     def ask(self, request: Callable[[], Any]) -> Any:
-        """The result of a request to the store."""
         if self._lost is None:
             future: Future[Any] = Future()
             self._requests.put((request, future))
@@ -402,7 +401,6 @@ class StopSignals:
         signal.signal(number, self._before[number])
 
     def check(self) -> None:
-        """Go on, or stop if a signal has arrived."""
         if self._seen == signal.SIGINT:
             raise Interrupted(f"interrupted: {_RESUMABLE}")
         if self._seen == signal.SIGTERM:

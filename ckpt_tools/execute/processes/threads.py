@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain, groupby
 
 from ckpt_tools.errors import CkptError
@@ -15,10 +16,10 @@ from ckpt_tools.execute.move.stream import Counters, Pump
 from ckpt_tools.execute.output.fileio import OutputFile, drop_cache, storage_errors
 from ckpt_tools.execute.output.folders import Folder, opened
 from ckpt_tools.execute.output.journal import Journal
-from ckpt_tools.execute.write_job import Progress, ThreadMemory, WriteOptions
+from ckpt_tools.execute.write_job import Progress, ThreadMemory, WriteJob
 from ckpt_tools.formats.storage.prefetch import Range, reading_ahead
 from ckpt_tools.model.dtypes import itemsize
-from ckpt_tools.model.transfers import OutputItem, Plan, stored_parts
+from ckpt_tools.model.transfers import OutputItem, stored_parts
 from ckpt_tools.plan.byte_runs import batches
 
 _WATCH_SECONDS = 0.1
@@ -63,7 +64,6 @@ class WorkerThreads:
         return [pump.counters for pump in pumps]
 
     def check(self) -> None:
-        """Raise _StoppedError if the work is no longer wanted."""
         if self._stop.is_set():
             raise _StoppedError("another thread has failed")
 
@@ -133,32 +133,22 @@ class Work:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        share: range,
-        source: SourceReader,
-        folder: Folder,
-        journal: Journal,
-        options: WriteOptions,
+        self, job: WriteJob, share: range, source: SourceReader, folder: Folder, journal: Journal
     ) -> None:
-        self._items = plan.items
-        self._share = share
-        self._source, self._folder, self._journal, self._options = source, folder, journal, options
-        self._memory = options.thread_memory(source.is_remote)
+        self._job, self._items, self._share = job, job.plan.items, share
+        self._source, self._folder, self._journal = source, folder, journal
+        self._memory = job.thread_memory
         self._lock = threading.Lock()
         self.resumed = 0  # items that an earlier process had finished
 
-    def run(
-        self, finished: Mapping[int, int], watch: Callable[[], None], progress: Progress
-    ) -> list[Counters]:
-        """See `WorkerThreads.run`."""
-        crew = WorkerThreads(
-            self._source, self._options.threads, self._memory, sum(self._items[i].length for i in self._share)
-        )
+    def run(self, finished: Mapping[int, int]) -> list[Counters]:
+        total = sum(self._items[number].length for number in self._share)
+        crew = WorkerThreads(self._source, self._job.options.threads, self._memory, total)
         todo = _FileQueue(self._items, self._share, self._memory.tile, by_source=self._source.is_remote)
-        return crew.run(lambda pump: self._write_items(todo, pump, finished), watch, progress)
+        task = partial(self._write_items, todo, finished)
+        return crew.run(task, self._job.ranks.check, self._job.progress)
 
-    def _write_items(self, todo: _FileQueue, pump: Pump, finished: Mapping[int, int]) -> None:
+    def _write_items(self, todo: _FileQueue, finished: Mapping[int, int], pump: Pump) -> None:
         def reads(batch: range) -> Iterator[Range]:
             missing = [n for n in batch if n not in finished]
             if len(missing) == len(batch) > 1:
@@ -198,11 +188,11 @@ class Work:
         with ExitStack() as held:
             fd = held.enter_context(opened(self._folder, name, os.O_RDWR))
             direct = None
-            if self._options.direct:
+            if self._job.options.direct:
                 direct = held.enter_context(opened(self._folder, name, os.O_WRONLY | os.O_DIRECT))
             yield OutputFile(path, fd, direct)
-            if self._options.fsync:
+            if self._job.options.fsync:
                 with storage_errors(path):
                     os.fsync(fd)
-            if self._options.fsync or self._options.direct:
+            if self._job.options.fsync or self._job.options.direct:
                 drop_cache(fd)

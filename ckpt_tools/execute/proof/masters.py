@@ -102,8 +102,6 @@ _TILE_ELEMS = 1 << 18  # compared at a time: what a comparison holds of them sta
 
 
 class Seen(NamedTuple):
-    """A tensor, and who reads it."""
-
     reader: BoxReader
     tensor: TargetTensor
 
@@ -179,8 +177,6 @@ _REMAINDERS = ": all are whole numbers of 16 bits"
 
 @dataclass(frozen=True, slots=True)
 class MastersReport:
-    """What was compared."""
-
     tensors: int = 0
     elements: int = 0
     elements_in_all: int = 0
@@ -230,7 +226,6 @@ def refuse_masters(problems: Sequence[str], advice: str | None = None) -> None:
 
 
 def describe_masters(report: MastersReport, level: CheckLevel) -> str:
-    """What was compared and how, in words."""
     if not report.tensors:
         return "the source has none"
     rounds = (
@@ -298,32 +293,51 @@ def compare_all_masters(
     report = MastersReport(len(targets) - len(left), known, known)
     if not left:
         return report, []
-    nbytes = sum(map(_bytes_of, left))
+    nbytes = sum(math.prod(target.shape) * (itemsize(target.dtype) + 2) for target in left)
+    shared, lines = None, list[str]()
     with with_workers(nbytes, WriteOptions(threads=threads, workers=workers), Ranks()) as (ranks, _):
-        mine = share_of(left, "all", ranks)
-
-        def compare() -> tuple[MastersReport, list[str]] | None:
-            try:
-                return compare_masters(files, catalog, mine, "all", ranks.check, threads, fp8_recipe)
-            except NEVER_FINDINGS:
+        try:
+            shared, lines = compare_shared(files, catalog, left, "all", ranks, threads, fp8_recipe)
+        except NEVER_FINDINGS:
+            raise
+        except CkptError:
+            if ranks.world == 1:
                 raise
-            except CkptError:
-                if ranks.world == 1:
-                    raise
-                return None
-
-        shares = [share for share in ranks.gather(compare) if share is not None]
-        is_whole = len(shares) == ranks.world
-    if not is_whole:  # which tensor is named shall not depend on who has met which first
-        shares = [compare_masters(files, catalog, left, "all", threads=threads, fp8_recipe=fp8_recipe)]
-    lines = in_order(targets, chain.from_iterable(lines for _, lines in shares))
-    return sum_up([report, *(report for report, _ in shares)]), lines
+    if shared is None:  # which tensor is named shall not depend on who has met which first
+        shared, lines = compare_masters(files, catalog, left, "all", threads=threads, fp8_recipe=fp8_recipe)
+    return _sum_of([report, shared]), lines
 
 
-def in_order(targets: Sequence[TargetTensor], lines: Iterable[str]) -> list[str]:
-    """Lines of `compare_masters` in the order of their targets."""
+def compare_shared(
+    files: Files,
+    catalog: Catalog,
+    targets: Sequence[TargetTensor],
+    level: CheckLevel,
+    ranks: Ranks,
+    threads: int,
+    fp8_recipe: str | None = None,
+) -> tuple[MastersReport, list[str]]:
+    """`compare_masters` on all ranks, each its share: as many targets, or with every element as many bytes."""
+    sizes = [1] * len(targets)
+    if level == "all":
+        sizes = [math.prod(target.shape) * (itemsize(target.dtype) + 2) for target in targets]
+    mine = [targets[number] for number in even_shares(sizes, ranks.world)[ranks.rank]]
+
+    def compare() -> tuple[tuple[int, ...], list[str]]:
+        report, lines = compare_masters(files, catalog, mine, level, ranks.check, threads, fp8_recipe)
+        return astuple(report), lines
+
+    shares = ranks.together(compare)
     numbers = {target.key: number for number, target in enumerate(targets)}
-    return sorted(lines, key=lambda line: numbers.get(line.partition("[")[0], len(numbers)))
+    lines = sorted(
+        chain.from_iterable(lines for _, lines in shares),
+        key=lambda line: numbers.get(line.partition("[")[0], len(numbers)),
+    )
+    return _sum_of(MastersReport(*report) for report, _ in shares), lines
+
+
+def _sum_of(reports: Iterable[MastersReport]) -> MastersReport:
+    return MastersReport(*map(sum, zip(*map(astuple, reports), strict=True)))
 
 
 def _is_made_of(catalog: Catalog, target: TargetTensor, rounded: Set[tuple[Item, Item]]) -> bool:
@@ -343,22 +357,6 @@ def _is_made_of(catalog: Catalog, target: TargetTensor, rounded: Set[tuple[Item,
         and weight.dtype == target.must_round_dtype
         for master, weight in zip_longest(*sides)
     )
-
-
-def share_of(targets: Sequence[TargetTensor], level: CheckLevel, ranks: Ranks) -> list[TargetTensor]:
-    """The targets that this rank compares: as many as any other's, or with every element as many bytes."""
-    sizes = [_bytes_of(target) if level == "all" else 1 for target in targets]
-    return [targets[number] for number in even_shares(sizes, ranks.world)[ranks.rank]]
-
-
-def _bytes_of(target: TargetTensor) -> int:
-    """Of the masters and their weights."""
-    return math.prod(target.shape) * (itemsize(target.dtype) + 2)
-
-
-def sum_up(reports: Iterable[MastersReport]) -> MastersReport:
-    """What several processes have compared, each its share of the tensors."""
-    return MastersReport(*map(sum, zip(*map(astuple, reports), strict=True)))
 
 
 _Boxes: TypeAlias = Callable[[Box], Iterator[Box]]
@@ -487,7 +485,6 @@ class _Comparison:
         return elements == box.volume
 
     def reads(self, box: Box) -> Iterator[Range]:
-        """What comparing `box` reads of stores."""
         return chain.from_iterable(reads(box) for reads in self._reads)
 
     def difference(self, box: Box) -> str | None:

@@ -2,8 +2,8 @@
 
 Archives carry a CRC-32 of every payload, and a conversion reads payloads in pieces: in any order, by several threads,
 with gaps that nobody needs. Every read sums the bytes that nothing has summed before; sums of neighbours are joined.
-A payload that is complete is compared at once. What is left when all work is done is read by `prove.prove_rest`. Of a
-payload that nothing is read from nothing is in the output, and nothing is to be proven.
+A payload that is complete is compared at once. What is left when all work is done is read by
+`prove_source.prove_rest`. A payload that nothing is read from is no part of the output and is not proven.
 """
 
 from __future__ import annotations
@@ -148,7 +148,6 @@ class SourceProof:
                 del self.open[item]
 
     def without(self, item: Item) -> None:
-        """Note an item whose writer kept no checksum."""
         with self._lock:
             self.without_sum.add(item)
 

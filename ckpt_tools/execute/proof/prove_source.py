@@ -165,7 +165,6 @@ def _read(
     buffer_bytes: int,
     ahead_bytes: int,
 ) -> list[int]:
-    """CRC-32 of each part."""
     buffers = threading.local()
 
     def read(part: _Part) -> int:

@@ -34,7 +34,6 @@ _RAW = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
 def is_exact(source: str, target: str) -> bool:
-    """Whether a cast keeps every value."""
     return source == target or (source, target) in _EXACT
 
 

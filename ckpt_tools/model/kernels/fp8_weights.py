@@ -54,7 +54,6 @@ def survey(masters: Array, weights: Array, dtype: str) -> Survey:
 
 
 def merged(surveys: Iterable[Survey]) -> Survey:
-    """One survey of several parts."""
     elements, equal, runs, few, smallest, largest = zip(*surveys, strict=True)
     return Survey(sum(elements), sum(equal), sum(runs), sum(few), min(smallest), max(largest))
 
@@ -77,5 +76,4 @@ def too_far(masters: Array, weights: Array, dtype: str, shard: Survey) -> Array:
 
 
 def _values(bits: Array, dtype: str) -> Array:
-    """Bits of `dtype` as float64."""
     return cast(bits.view(raw_dtype(dtype)), dtype, "float64")

@@ -60,9 +60,7 @@ class Zeros:
     dtype: str
     shape: tuple[int, ...]
 
-    @property
-    def name(self) -> str:
-        return "zeros"
+    name = "zeros"
 
     def form(self, inputs: Sequence[Form]) -> Form:
         if inputs:
@@ -87,9 +85,7 @@ class JoinRemainder(_Elementwise):
 
     remainder: str = "int16"  # element type it is stored in
 
-    @property
-    def name(self) -> str:
-        return "join remainder"
+    name = "join remainder"
 
     def form(self, inputs: Sequence[Form]) -> Form:
         weight, remainder = inputs
@@ -132,9 +128,7 @@ class Dequantize:
     block: tuple[int, ...] = ()
     dtype: str = "float32"
 
-    @property
-    def name(self) -> str:
-        return "dequantize"
+    name = "dequantize"
 
     def form(self, inputs: Sequence[Form]) -> Form:
         values, scales = inputs
@@ -245,9 +239,7 @@ class WeightedMean(_Elementwise):
     dtype: str
     weights: tuple[float, ...]
 
-    @property
-    def name(self) -> str:
-        return "mean"
+    name = "mean"
 
     def form(self, inputs: Sequence[Form]) -> Form:
         if self.dtype not in CASTABLE or {form.dtype for form in inputs} != {self.dtype}:

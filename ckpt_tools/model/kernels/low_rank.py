@@ -37,9 +37,7 @@ class AddLowRank:
     scale: float
     factors: tuple[str, str] = ("B", "A")  # what errors call them
 
-    @property
-    def name(self) -> str:
-        return "add low rank"
+    name = "add low rank"
 
     def form(self, inputs: Sequence[Form]) -> Form:
         weight, left, right = inputs

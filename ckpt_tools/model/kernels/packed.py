@@ -35,9 +35,7 @@ class DecodeMxfp4:
     the power s - 127.
     """
 
-    @property
-    def name(self) -> str:
-        return "decode MXFP4"
+    name = "decode MXFP4"
 
     def form(self, inputs: Sequence[Form]) -> Form:
         blocks, scales = inputs
@@ -81,9 +79,7 @@ class UnpackInt4:
     dtype: str = "bfloat16"
     zero_points: bool = False
 
-    @property
-    def name(self) -> str:
-        return "unpack int4"
+    name = "unpack int4"
 
     def form(self, inputs: Sequence[Form]) -> Form:
         words = inputs[0]

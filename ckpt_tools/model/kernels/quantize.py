@@ -63,11 +63,7 @@ class _Blocks:
 
 @dataclass(frozen=True, slots=True)
 class BlockScales(_Blocks):
-    """The scale of every block."""
-
-    @property
-    def name(self) -> str:
-        return "block scales"
+    name = "block scales"
 
     def form(self, inputs: Sequence[Form]) -> Form:
         return Form("float32", self._grid(inputs))
@@ -85,9 +81,7 @@ class BlockScales(_Blocks):
 class QuantizeBlocks(_Blocks):
     """The codes, as the bits of E4M3 numbers."""
 
-    @property
-    def name(self) -> str:
-        return "quantize"
+    name = "quantize"
 
     def form(self, inputs: Sequence[Form]) -> Form:
         self._grid(inputs)
@@ -113,7 +107,6 @@ class QuantizeBlocks(_Blocks):
 
 
 def _inside(box: Box, shape: tuple[int, ...]) -> Box:
-    """The part of `box` that there is."""
     return box.intersect(full_box(shape)) or Box(box.start, (0,) * len(shape))
 
 
