@@ -36,8 +36,8 @@ _PUBLIC = {
     "CkptError": "errors",
     "open": "commands.look.checkpoint",
     "inspect_checkpoint": "commands.look.inspect",
-    "build_group_map": "commands.convert.group_map",
-    "ConvertOptions": "commands.convert.options",
+    "build_group_map": "commands.convert.to_fsdp_dtensor",
+    "ConvertOptions": "commands.job.conversion",
     "convert_to_fsdp_dtensor": "commands.convert.to_fsdp_dtensor",
     "TargetOptions": "megatron.fsdp_dtensor.options",
     "plan_checkpoint": "commands.convert.plan",
@@ -84,10 +84,9 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from ckpt_tools.commands.check.preflight import preflight as preflight
     from ckpt_tools.commands.check.verify import VerifyOptions as VerifyOptions
     from ckpt_tools.commands.check.verify import verify_checkpoint as verify_checkpoint
-    from ckpt_tools.commands.convert.group_map import build_group_map as build_group_map
-    from ckpt_tools.commands.convert.options import ConvertOptions as ConvertOptions
     from ckpt_tools.commands.convert.plan import plan_checkpoint as plan_checkpoint
     from ckpt_tools.commands.convert.to_dcp import convert_to_dcp as convert_to_dcp
+    from ckpt_tools.commands.convert.to_fsdp_dtensor import build_group_map as build_group_map
     from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor as convert_to_fsdp_dtensor
     from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions as ToTorchDistOptions
     from ckpt_tools.commands.convert.to_torch_dist import convert_to_torch_dist as convert_to_torch_dist
@@ -103,6 +102,7 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from ckpt_tools.commands.huggingface.export_source import ExportOptions as ExportOptions
     from ckpt_tools.commands.huggingface.import_hf import ImportOptions as ImportOptions
     from ckpt_tools.commands.huggingface.import_hf import import_hf as import_hf
+    from ckpt_tools.commands.job.conversion import ConvertOptions as ConvertOptions
     from ckpt_tools.commands.job.conversion import EditOptions as EditOptions
     from ckpt_tools.commands.job.placements import Layout as Layout
     from ckpt_tools.commands.look.checkpoint import open as open

@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.data.pack import GROUPS, unpacked
 
+pytest.register_assert_rewrite("tests.commands.oracle")
+
 REPO = Path(__file__).resolve().parent.parent
 DATA = REPO / "tests" / "data"
 LLAMA = "core019_llama_tp2_fully_reshardable"  # not packed, as the examples use it

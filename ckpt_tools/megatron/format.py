@@ -54,9 +54,12 @@ class Format:
         roles: what every tensor is, by key.
         parameters: the parameter of each key that is not named for its own.
         weights: the model's weights, layers apart.
-        without_optimizer: the keys of a weights-only checkpoint: of weights, and of what models keep beside these.
+        without_optimizer: the keys of a weights-only checkpoint: of weights, and of what models keep besides these.
         layout: the name of the optimizer's layout.
         rng_ranks: the (pp, tp) ranks whose rng states are stored.
+        is_run: a job of Megatron saves it, in the root of a run, with its arguments and counters.
+        masters_in_place: fp32 masters are stored in the place of weights.
+        described: what a refused source is, after "PATH is".
     """
 
     roles: Callable[[Catalog], Mapping[str, Role]]
@@ -67,6 +70,9 @@ class Format:
     rng_ranks: Callable[[Catalog], set[tuple[int, int]]] = lambda catalog: {
         (rank.pp, rank.tp) for rank in map(rng_key, (*catalog.tensors, *catalog.objects)) if rank
     }
+    is_run: bool = False
+    masters_in_place: bool = False
+    described: str = "a plain PyTorch state dict"
 
 
 def _roles_by_key(catalog: Catalog) -> Mapping[str, Role]:
@@ -130,12 +136,17 @@ FORMATS: Mapping[CheckpointKind, Format] = {
         _torch_dist_weights,
         _without_optimizer_by_key,
         rng_ranks=lambda catalog: {(rank.pp, rank.tp) for rank in map(rng_shard, catalog.objects) if rank},
+        is_run=True,
+        described="already a torch_dist checkpoint",
     ),
     "fsdp_dtensor": Format(
         _roles_by_key,
         lambda catalog: {key: name for key in catalog.tensors if (name := parameter_name(key))},
         _fsdp_weights,
         _without_optimizer_by_key,
+        is_run=True,
+        masters_in_place=True,
+        described="already an fsdp_dtensor checkpoint",
     ),
     "dcp": Format(
         _plain_roles,
@@ -149,5 +160,6 @@ FORMATS: Mapping[CheckpointKind, Format] = {
         lambda _: {},
         lambda catalog: Weights([Weight(key, entry.shape) for key, entry in catalog.tensors.items()], []),
         lambda catalog: frozenset(catalog.tensors),
+        described="a Hugging Face model (use import-hf)",
     ),
 }

@@ -13,7 +13,8 @@ import pytest
 import ckpt_tools
 from ckpt_tools.cli.app import run
 from tests.cli import schema_fields
-from tests.commands.test_repair import as_nvidias_converter_writes, parts, write
+from tests.commands.rewritten import saved
+from tests.commands.test_repair import as_nvidias_converter_writes, parts
 from tests.conftest import DATA, fixture_dir
 from tests.damage import flip_bit, payload_of
 from tests.megatron.adapter_checkpoints import lora
@@ -119,7 +120,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             f.write(bytes([bits]))
     flip_bit(file, at + 4)
     tensors, objects = as_nvidias_converter_writes(*parts(FSDP / "iter_0000002"))
-    hurt = write(folder / "hurt", tensors | objects)
+    hurt = saved(folder / "hurt", tensors | objects)
     adapter = lora().save(folder / "lora")
     return {
         "RUN": RUN,

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+Tensors = dict[str, torch.Tensor]
 
 
 class _AnyClass(pickle.Unpickler):
@@ -76,6 +79,29 @@ def item(folder: Path, key: str) -> Any:
         file.seek(info.offset)
         data = file.read(info.length)
     return torch.load(io.BytesIO(data), weights_only=False, pickle_module=PickleModule)
+
+
+def model(folder: Path, files: str = "*.safetensors") -> Tensors:
+    """Every tensor of a Hugging Face directory."""
+    return {key: t for file in sorted(folder.glob(files)) for key, t in load_file(file).items()}
+
+
+def objects(folder: Path) -> dict[str, bytes]:
+    """The archive of every object, as stored."""
+    known, found = metadata(folder), {}
+    for index, info in known.storage_data.items():
+        if not isinstance(known.state_dict_metadata[index.fqn], TensorStorageMetadata):
+            with (files_of(folder) / info.relative_path).open("rb") as file:
+                file.seek(info.offset)
+                found[index.fqn] = file.read(info.length)
+    return found
+
+
+def assert_same(a: Path | Tensors, b: Path | Tensors) -> None:
+    """The same keys, and tensors bit for bit."""
+    left, right = (tensors(one) if isinstance(one, Path) else one for one in (a, b))
+    assert left.keys() == right.keys()
+    assert [key for key in left if not same_bytes(left[key], right[key])] == []
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

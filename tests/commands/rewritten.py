@@ -86,17 +86,18 @@ def read(folder: Path) -> Parts:
     return Parts(oracle.tensors(folder), objects, common)
 
 
-def write(folder: Path, parts: Parts) -> Path:
-    """The checkpoint as stock torch writes it, with the file that makes it `torch_dist`."""
-    state = {**parts.tensors, **parts.objects}
+def saved(folder: Path, state: dict[str, Any]) -> Path:
+    """A flat state as stock torch writes it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        save(
-            state,
-            storage_writer=FileSystemWriter(folder),
-            planner=DefaultSavePlanner(flatten_state_dict=False),
-            no_dist=True,
-        )
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        save(state, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
+    return folder
+
+
+def write(folder: Path, parts: Parts) -> Path:
+    """The checkpoint as stock torch writes it, with the file that makes it `torch_dist`."""
+    saved(folder, {**parts.tensors, **parts.objects})
     torch.save(parts.common, folder / "common.pt")  # stock `save` would make text of its integer keys
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     return folder

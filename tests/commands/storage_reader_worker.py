@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, full
 
 import ckpt_tools
-from ckpt_tools.commands.convert.options import ConvertOptions
+from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from tests.commands import oracle
 from tests.commands.dtensor_worker import CountingReader, emptied

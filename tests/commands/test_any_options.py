@@ -17,18 +17,20 @@ from unittest import mock
 import pytest
 import torch
 
-from ckpt_tools.commands.convert.options import ConvertOptions
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.convert.to_torch_dist import convert_to_torch_dist
-from ckpt_tools.commands.job.placements import Layout
+from ckpt_tools import (
+    ConvertOptions,
+    Layout,
+    TargetOptions,
+    Topology,
+    convert_to_fsdp_dtensor,
+    convert_to_torch_dist,
+)
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.move import stream
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.execute.write_job import ThreadMemory
-from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
-from ckpt_tools.megatron.vocab import is_vocab
+from ckpt_tools.megatron.vocab import VOCAB_NAMES
 from ckpt_tools.plan import byte_runs
-from ckpt_tools.sharding.topology import Topology
 from tests.commands import oracle
 from tests.conftest import DATA, fixture_dir
 
@@ -41,7 +43,7 @@ Tensors = dict[str, torch.Tensor]
 
 @cache
 def plain(source: Path, folder: Path) -> Tensors:
-    convert_to_fsdp_dtensor(str(source), str(folder), ConvertOptions(check_masters="all"))
+    convert_to_fsdp_dtensor(source, folder, ConvertOptions(check_masters="all"))
     return oracle.tensors(folder)
 
 
@@ -53,15 +55,13 @@ def test_any_options_give_the_same_tensors(seed, tmp_path, tmp_path_factory):
     options, layout = draw_options(draw), draw_layout(draw)
     wanted = expected(reference, options)
     with any_way(draw) as write:
-        convert_to_fsdp_dtensor(
-            str(source), str(tmp_path / "out"), ConvertOptions(options, layout, write=write)
-        )
+        convert_to_fsdp_dtensor(source, tmp_path / "out", ConvertOptions(options, layout, write=write))
         assert_equal(parameters(tmp_path / "out"), wanted)
         other = ConvertOptions(layout=draw_layout(draw), write=write)
-        convert_to_fsdp_dtensor(str(tmp_path / "out"), str(tmp_path / "other"), other)
+        convert_to_fsdp_dtensor(tmp_path / "out", tmp_path / "other", other)
         assert_equal(parameters(tmp_path / "other"), wanted)
         if options == TargetOptions():
-            convert_to_torch_dist(str(tmp_path / "other"), str(tmp_path / "back"))
+            convert_to_torch_dist(tmp_path / "other", tmp_path / "back")
             assert_equal(oracle.tensors(tmp_path / "back"), oracle.tensors(source))
 
 
@@ -124,7 +124,7 @@ def expected(reference: Tensors, options: TargetOptions) -> Tensors:
 
 
 def resized(key: str, tensor: torch.Tensor, rows: int | None) -> torch.Tensor:
-    if rows is None or not is_vocab(key.removesuffix(".exp_avg").removesuffix(".exp_avg_sq")):
+    if rows is None or not key.removesuffix(".exp_avg").removesuffix(".exp_avg_sq").endswith(VOCAB_NAMES):
         return tensor
     more = torch.zeros(max(0, rows - tensor.shape[0]), *tensor.shape[1:], dtype=tensor.dtype)
     return torch.cat([tensor[:rows], more])

@@ -6,10 +6,8 @@ import json
 import re
 import shutil
 import stat
-import subprocess
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +16,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 
+from ckpt_tools import AverageOptions, average_checkpoints, convert_to_fsdp_dtensor, diff_checkpoints
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.check.diff import diff_checkpoints
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.edit.average import (
-    Averaged,
-    AverageOptions,
-    average_checkpoints,
-    check_alike,
-    mean_weights,
-    parts_of,
-)
-from ckpt_tools.commands.job.opened import open_checkpoint
+from ckpt_tools.commands.edit.average import Averaged, mean_weights
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.kernels.casts import Array
 from ckpt_tools.model.kernels.kernel import WeightedMean
-from ckpt_tools.model.views import Narrow, Select, Source
 from tests.altered import altered, overwrite, scaled
 from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
-from tests.conftest import DATA, REPO, fixture_dir
+from tests.commands.made import place
+from tests.conftest import DATA, fixture_dir
 from tests.damage import ITERATION, copy_of, drop_key, flip_bit, metadata_of, payload_of
 from tests.folders import is_sound
 
@@ -68,10 +57,17 @@ def averaged(sources: Sequence[Path], output: Path, **options: object) -> Averag
     return average_checkpoints([str(s) for s in sources], str(output), AverageOptions(**options))  # type: ignore[arg-type]
 
 
+@cache
+def mean_of(name: str) -> tuple[list[Path], Path, Averaged]:
+    """Three sources, what is made of them, and what is said of it."""
+    sources, out = three(name, place()), place()
+    shares = {"ema": 0.75} if name == FSDP else {"weights": SHARES}
+    return sources, out, averaged(sources, out, **shares)
+
+
 @pytest.mark.parametrize("name", [RUN, MOE])
-def test_masters_are_averaged_and_weights_are_their_rounding(name: str, tmp_path: Path) -> None:
-    sources, out = three(name, tmp_path), tmp_path / "out"
-    done = averaged(sources, out, weights=SHARES)
+def test_masters_are_averaged_and_weights_are_their_rounding(name: str) -> None:
+    sources, out, done = mean_of(name)
     before = [oracle.tensors(source / ITERATION) for source in sources]
     after = oracle.tensors(out / ITERATION)
     assert after.keys() == before[-1].keys()
@@ -92,18 +88,19 @@ def test_masters_are_averaged_and_weights_are_their_rounding(name: str, tmp_path
     assert [key.rpartition(".")[2] for key in done.kept] == (["expert_bias"] if name == MOE else [])
     assert (out / "latest_checkpointed_iteration.txt").read_text() == "2"
     assert is_sound(out)
+    masters = done.report.masters
+    assert (masters.use, masters.mode, masters.found.tensors > 0) == ("written", "sample", True)
 
 
 @pytest.mark.parametrize("name", [RUN, MOE, FSDP])
-def test_everything_else_is_the_last_ones(name: str, tmp_path: Path) -> None:
-    sources = [altered(name, tmp_path / "a", 1), fixture_dir(name)]
-    averaged(sources, tmp_path / "out")
-    was, now = (oracle.metadata(place / ITERATION) for place in (sources[-1], tmp_path / "out"))
+def test_everything_else_is_the_last_ones(name: str) -> None:
+    (*_, last), out, _ = mean_of(name)
+    was, now = (oracle.metadata(root / ITERATION) for root in (last, out))
     assert was.planner_data in (None, now.planner_data)  # Megatron keeps none
     assert was.state_dict_metadata.keys() == now.state_dict_metadata.keys()
     for key, entry in was.state_dict_metadata.items():
         if not hasattr(entry, "chunks"):
-            first, second = (oracle.item(place / ITERATION, key) for place in (sources[-1], tmp_path / "out"))
+            first, second = (oracle.item(root / ITERATION, key) for root in (last, out))
             assert repr(first) == repr(second) or first == second, key
             continue
         boxes = [{(*c.offsets, *c.sizes) for c in m.state_dict_metadata[key].chunks} for m in (was, now)]
@@ -115,9 +112,8 @@ def test_everything_else_is_the_last_ones(name: str, tmp_path: Path) -> None:
     assert files[0] == files[1]
 
 
-def test_fsdp_dtensor_holds_masters_in_the_place_of_weights(tmp_path: Path) -> None:
-    sources, out = three(FSDP, tmp_path), tmp_path / "out"
-    done = averaged(sources, out, ema=0.75)
+def test_fsdp_dtensor_holds_masters_in_the_place_of_weights() -> None:
+    sources, out, done = mean_of(FSDP)
     shares = (0.5625, 0.1875, 0.25)  # 0.75 squared, 0.25 of 0.75, 0.25
     assert done.weights == shares
     before = [oracle.tensors(source / ITERATION) for source in sources]
@@ -127,15 +123,9 @@ def test_fsdp_dtensor_holds_masters_in_the_place_of_weights(tmp_path: Path) -> N
         expected = mean([b[key] for b in before], shares) if is_weight else before[-1][key]
         assert oracle.same_bytes(found, expected), key
     assert set(done.averaged) == {key for key in after if key.startswith("model.")}
+    assert (done.report.masters.use, done.report.masters.mode) == ("as_stored", "none")
     assert is_sound(out)
     assert run(["preflight", str(out)]) == 0
-
-
-def test_an_averaged_checkpoint_converts(tmp_path: Path) -> None:
-    averaged([altered(MOE, tmp_path / "a", 1), fixture_dir(MOE)], tmp_path / "mean")
-    report = convert_to_fsdp_dtensor(str(tmp_path / "mean"), str(tmp_path / "fsdp"))
-    assert (report.masters.use, report.masters.found.tensors > 0) == ("written", True)
-    assert is_sound(tmp_path / "fsdp")
 
 
 def test_buckets_are_averaged_as_the_parameters_in_them(tmp_path: Path) -> None:
@@ -155,7 +145,7 @@ def test_buckets_are_averaged_as_the_parameters_in_them(tmp_path: Path) -> None:
     for key in [key for key in found[1] if key.endswith(".param")]:
         expected = mean([-2.0 * before[key], before[key]], (0.3, 0.7))
         assert oracle.same_bytes(found[1][key], expected), key
-    report = diff_checkpoints(str(tmp_path / "fully_reshardable"), str(tmp_path / "dp_reshardable"))
+    report = diff_checkpoints(tmp_path / "fully_reshardable", tmp_path / "dp_reshardable")
     assert all(t.kind == "equal" for t in report.tensors)
 
 
@@ -167,7 +157,7 @@ def test_the_mean_of_a_checkpoint_and_itself_is_itself(name: str, tmp_path: Path
     root = fixture_dir(name)
     root = root / "checkpoint" if (root / "checkpoint").exists() else root
     averaged([root, root], tmp_path / "out")
-    assert diff_checkpoints(str(root), str(tmp_path / "out")).is_equal
+    assert diff_checkpoints(root, tmp_path / "out").is_equal
 
 
 def test_buckets_of_another_order_are_refused(tmp_path: Path) -> None:
@@ -189,7 +179,7 @@ def test_other_layouts_are_told_in_a_line(tmp_path: Path) -> None:
     assert "convert both to fsdp_dtensor" in problem
     models = [tmp_path / name for name in ("a", "b")]
     for source, model in zip(sources, models, strict=True):
-        convert_to_fsdp_dtensor(str(source), str(model))
+        convert_to_fsdp_dtensor(source, model)
     averaged(models, tmp_path / "out")
 
 
@@ -235,22 +225,6 @@ def test_hugging_face_models(model: Path, tmp_path: Path) -> None:
         for key, found in tensors[2].items():
             assert oracle.same_bytes(found, mean([t[key] for t in tensors[:2]], (0.75, 0.25))), key
     assert run(["import-hf", str(out), str(tmp_path / "again"), "-q"]) == 0
-
-
-def test_workers_share_a_hugging_face_model(model: Path, tmp_path: Path) -> None:
-    """In another process, because one with threads, as pytest's may be, is not forked."""
-    script = (
-        "import os, sys; forks, fork = [], os.fork; os.fork = lambda: (forks.append(0), fork())[1]\n"
-        "from ckpt_tools.cli.app import run\n"
-        "assert run(sys.argv[1:]) == 0; print(len(forks))"
-    )
-    for workers in (1, 3):
-        words = ["average", model, model, tmp_path / str(workers), "-q", "--workers", workers]
-        command = [sys.executable, "-c", script, *map(str, words)]
-        done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
-        assert done.stdout == f"{workers - 1}\n"
-    one, three = ({p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in "13")
-    assert one == three
 
 
 def test_quantized_models_have_no_mean(model: Path, tmp_path: Path) -> None:
@@ -369,11 +343,7 @@ def test_masters_of_another_step_are_refused(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize(
     ("weights", "ema", "expected"),
-    [
-        (None, None, (0.5, 0.5)),
-        ((1, 3), None, (0.25, 0.75)),
-        (None, 0.25, (0.25, 0.75)),
-    ],
+    [(None, None, (0.5, 0.5)), ((1, 3), None, (0.25, 0.75)), (None, 0.25, (0.25, 0.75))],
 )
 def test_shares(weights: tuple[float, ...] | None, ema: float | None, expected: tuple[float, ...]) -> None:
     assert mean_weights(2, weights, ema) == expected
@@ -400,24 +370,13 @@ def test_shares_that_make_no_mean(count: int, weights: tuple[float, ...] | None,
         mean_weights(count, weights, ema)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [("2,1,1", "--weights 2, 1, 1 were divided by their sum, 4"), ("0.5,0.3,0.2", None), (None, None)],
-)
-def test_shares_that_are_divided_are_told(
-    given: str | None, said: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["average", *(str(DATA / RUN) for _ in range(3)), str(tmp_path / "out")]
-    words += ["--weights", given] if given else []
-    assert run(words) == 0
-    shown = capsys.readouterr().out
-    assert (said in shown) if said else ("were divided" not in shown)
-    assert run([*words, "--overwrite", "--json"]) == 0
+def test_shares_that_are_divided_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["average", *[str(DATA / RUN)] * 3, str(tmp_path / "out"), "--weights"]
+    assert run([*words, "2,1,1", "--dry-run"]) == 0
+    assert "0.5, 0.25, 0.25 (--weights divided by their sum, 4)" in capsys.readouterr().out
+    assert run([*words, "0.5,0.3,0.2", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["given_weights"] == (
-        None if given is None else [float(share) for share in given.split(",")]
-    )
-    assert sum(report["weights"]) == pytest.approx(1)
+    assert report["given_weights"] == [0.5, 0.3, 0.2] and sum(report["weights"]) == pytest.approx(1)
 
 
 def test_an_average_of_moving_averages_is_one() -> None:
@@ -463,27 +422,6 @@ def test_what_is_refused_before_anything_is_written(tmp_path: Path) -> None:
         averaged([root, DATA / RUN], tmp_path / "out")
     with pytest.raises(UsageError, match="it holds mine,"):
         averaged([root, DATA / RUN], tmp_path / "out", overwrite=True)
-
-
-@pytest.mark.parametrize("damaged", [0, 1])
-@pytest.mark.parametrize("key", [f"optimizer.state.param.{NORM}", f"optimizer.state.exp_avg.{NORM}"])
-def test_damage_of_any_source_is_named(
-    damaged: int, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = copy_of(RUN, tmp_path)
-    path, at, _ = payload_of(root, key, (0,))
-    flip_bit(path, at)  # the last bit of a fraction: no weight tells of it
-    sources = [DATA / RUN, DATA / RUN]
-    sources[damaged] = root
-    is_read = damaged == 1 or "param" in key  # of the first one's moments nothing is taken
-    assert run(["average", *map(str, sources), str(tmp_path / "out"), "-q"]) == (4 if is_read else 0)
-    err = capsys.readouterr().err
-    if is_read:
-        assert f"of {path}" in err
-        assert key in err
-        assert not (tmp_path / "out" / ITERATION).exists()
-        words = ["average", *map(str, sources), str(tmp_path / "out"), "-q", "--check-source", "none"]
-        assert run(words) == 0
 
 
 def stopped(sources: Sequence[Path], output: Path) -> None:
@@ -546,55 +484,3 @@ def test_as_private_as_the_most_private_source(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "out" / ITERATION).stat().st_mode) == 0o700
     modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out" / ITERATION).iterdir()}
     assert modes == {0o600}
-
-
-def test_from_and_to_an_object_store(tmp_path: Path) -> None:
-    import fsspec
-
-    place = f"memory://{tmp_path.name}-average"
-    source = altered(RUN, tmp_path / "a", 1)
-    fsspec.filesystem("memory").put(str(source), f"{place}/run", recursive=True)
-    average_checkpoints([f"{place}/run", str(DATA / RUN)], f"{place}/out")
-    averaged([source, DATA / RUN], tmp_path / "local")
-    fsspec.filesystem("memory").get(f"{place}/out", str(tmp_path / "got"), recursive=True)
-    found, expected = (
-        oracle.tensors(folder / ITERATION) for folder in (tmp_path / "got", tmp_path / "local")
-    )
-    assert found.keys() == expected.keys()
-    assert all(oracle.same_bytes(found[key], expected[key]) for key in expected)
-
-
-@pytest.mark.parametrize(
-    ("name", "use"), [(RUN, "written"), ("core019_llama_tp2_native_fsdp_dtensor", "as_stored")]
-)
-def test_the_report_says_what_became_of_the_masters(name: str, use: str, tmp_path: Path) -> None:
-    done = averaged([fixture_dir(name)] * 2, tmp_path / "out")
-    assert done.report.masters is not None
-    assert (done.report.masters.use, done.report.masters.mode) == (
-        use,
-        "sample" if use == "written" else "none",
-    )
-    assert (done.report.masters.found.tensors > 0) == (use == "written") == bool(done.rounded)
-
-
-@pytest.mark.parametrize(
-    ("other", "said"),
-    [
-        (lambda view: view, ""),
-        (lambda view: (*view, Narrow(0, 0, 1)), "has its masters elsewhere"),
-        (lambda view: (Select(0, 1),) if view else (Select(0, 0),), "has its masters elsewhere"),
-    ],
-)
-def test_weights_are_made_of_the_same_rows_of_their_masters(other: Any, said: str) -> None:
-    """As many sources with other views are other masters."""
-    with open_checkpoint(str(DATA / RUN)) as first, open_checkpoint(str(DATA / RUN)) as last:
-        parts = parts_of(first)
-        key, sources = next(iter(parts.rounded.items()))
-        changed = {key: tuple(Source(source.key, other(source.view)) for source in sources)}
-        both = [parts, replace(parts, rounded={**parts.rounded, **changed})]
-        for order in (both, both[::-1]):
-            if not said:
-                check_alike(order, [first, last])
-                continue
-            with pytest.raises(MappingError, match=f"{key} {said}"):
-                check_alike(order, [first, last])

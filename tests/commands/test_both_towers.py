@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,14 @@ import pytest
 from safetensors.numpy import load_file
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.huggingface.export_source import ExportSource
-from ckpt_tools.commands.huggingface.vision_language import reference_of
+from ckpt_tools.commands.huggingface.export_source import ExportSource, reference_of
 from ckpt_tools.errors import MappingError
 from ckpt_tools.formats.dcp.metadata_read import read_catalog
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.megatron.huggingface.vision import towers
-from ckpt_tools.megatron.huggingface.vision.vision_language import (
-    vision_language,
-    vision_language_types,
-)
+from ckpt_tools.megatron.huggingface.vision.vision_language import vision_language, vision_language_types
 from ckpt_tools.model.catalog import Catalog, Value
+from tests.commands.made import place
 from tests.commands.test_tower_source import config_of, refusal, tensors_of
 from tests.megatron.huggingface.vision_language import KINDS, MROPE, directory, qwen2_5_vl, save
 
@@ -52,6 +50,21 @@ def changed(source: Path, folder: Path, **arrays: Any) -> Path:
     )
 
 
+@cache
+def model_and_run(name: str) -> tuple[Path, Path]:
+    """A model of a kind, and what an import makes of it."""
+    source = directory(place(), name)
+    return source, imported(source, place())
+
+
+@cache
+def fsdp_of(name: str) -> Path:
+    """And a job of Megatron-FSDP that starts from it."""
+    run_of, out = model_and_run(name)[1], place()
+    assert run(["convert", str(run_of), str(out), "--gpus", "2", "--weights-only", *FRESH, "-q"]) == 0
+    return out
+
+
 @pytest.fixture
 def nothing_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Imports write what they wrote before they recorded config.json."""
@@ -61,15 +74,13 @@ def nothing_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_all_towers_go_there_and_back_in_either_format(name: str, tmp_path: Path) -> None:
     """Import, export, and the other format between; a directory of config.json alone gives the released names."""
-    source = directory(tmp_path / "vl", name)
-    made = imported(source, tmp_path / "run")
+    source, made = model_and_run(name)
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "config.json").write_bytes((source / "config.json").read_bytes())
     out = export(made, tmp_path / "out", "--hf-config", bare)
     assert tensors_of(out) == tensors_of(source) and config_of(out) == config_of(source)
-    fsdp = tmp_path / "fsdp"
-    assert run(["convert", str(made), str(fsdp), "--gpus", "2", "--weights-only", *FRESH, "-q"]) == 0
+    fsdp = fsdp_of(name)
     assert tensors_of(export(fsdp, tmp_path / "again", "--hf-config", source)) == tensors_of(source)
     back = tmp_path / "back"
     assert run(["convert", str(fsdp), str(back), "--to", "torch_dist", "--weights-only", "-q"]) == 0
@@ -83,8 +94,7 @@ def test_all_towers_go_there_and_back_in_either_format(name: str, tmp_path: Path
 
 def test_layers_of_transformers_modules_are_stored_one_by_one(tmp_path: Path) -> None:
     """As Bridge's runs have them, and without extra states; those of Megatron's own are stacked."""
-    source = directory(tmp_path / "vl", "gemma3")
-    made = imported(source, tmp_path / "run")
+    source, made = model_and_run("gemma3")
     catalog = catalog_of(made / "release")
     assert "vision_tower.vision_model.encoder.layers.1.mlp.fc1.weight" in catalog.tensors
     assert "language_model.decoder.layers.mlp.linear_fc1.weight" in catalog.tensors
@@ -96,10 +106,10 @@ def test_layers_of_transformers_modules_are_stored_one_by_one(tmp_path: Path) ->
 def with_tied(source: Path, folder: Path, outer: bool | None, inner: bool | None) -> Path:
     """The config.json of a model alone, with what is said of its head outside of text_config and inside."""
     config = config_of(source)
-    for place, value in ((config, outer), (config.get("text_config"), inner)):
-        if place is not None:
-            place.pop("tie_word_embeddings", None)
-            place.update({} if value is None else {"tie_word_embeddings": value})
+    for part, value in ((config, outer), (config.get("text_config"), inner)):
+        if part is not None:
+            part.pop("tie_word_embeddings", None)
+            part.update({} if value is None else {"tie_word_embeddings": value})
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -111,8 +121,7 @@ def test_the_checkpoint_says_whether_the_head_is_the_embedding(
     name: str, alone: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A config.json that says otherwise is refused; one that is silent, or unsure, gets the answer in both places."""
-    source = directory(tmp_path / "vl", name)
-    run_of = imported(source, tmp_path / "run")
+    source, run_of = model_and_run(name)
     tied = not any(name.endswith("lm_head.weight") for name in tensors_of(source))
 
     other: tuple[tuple[bool | None, bool | None], ...] = (
@@ -135,7 +144,7 @@ def test_the_checkpoint_says_whether_the_head_is_the_embedding(
 
 
 def test_a_stored_head_is_kept_where_one_place_says_that_it_is_shared(tmp_path: Path) -> None:
-    source = directory(tmp_path / "vl", "qwen3_vl")
+    source, _ = model_and_run("qwen3_vl")
     tensors = dict(load_file(source / "model.safetensors"))
     tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"].copy()
     config = {**config_of(source), "tie_word_embeddings": True}
@@ -148,7 +157,7 @@ def test_a_stored_head_is_kept_where_one_place_says_that_it_is_shared(tmp_path: 
 
 
 def test_no_head_and_two_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = directory(tmp_path / "vl", "qwen3_vl")
+    source, _ = model_and_run("qwen3_vl")
     tensors = {
         name: array
         for name, array in load_file(source / "model.safetensors").items()
@@ -162,7 +171,7 @@ def test_no_head_and_two_answers(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_job_of_megatron_lm_is_not_ready_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = imported(directory(tmp_path / "vl", "qwen3_vl"), tmp_path / "run")
+    made = model_and_run("qwen3_vl")[1]
     assert run(["convert", str(made), str(tmp_path / "fsdp"), "--gpus", "2", "--weights-only", *FRESH]) == 0
     assert "the source has none" in capsys.readouterr().out  # weights are no masters
     for target in ("core-0.16", "main"):
@@ -171,14 +180,9 @@ def test_a_job_of_megatron_lm_is_not_ready_for_it(tmp_path: Path, capsys: pytest
     assert run(["preflight", str(tmp_path / "fsdp"), "--target", "bridge"]) == 0
 
 
-def test_megatron_fsdp_asks_for_every_fc1_of_a_swiglu_model_in_halves(tmp_path: Path) -> None:
+def test_megatron_fsdp_asks_for_every_fc1_of_a_swiglu_model_in_halves() -> None:
     """By its name, where no transformer layer tells otherwise: that of a tower too, whatever it computes."""
-    made = imported(directory(tmp_path / "vl", "qwen3_vl"), tmp_path / "run")
-    assert (
-        run(["convert", str(made), str(tmp_path / "fsdp"), "--gpus", "2", "--weights-only", *FRESH, "-q"])
-        == 0
-    )
-    keys = catalog_of(tmp_path / "fsdp" / "iter_0000001").tensors
+    keys = catalog_of(fsdp_of("qwen3_vl") / "iter_0000001").tensors
     found = {
         key: keys[key].shape for key in keys if key.startswith("model.module.vision_model") and "fc1.w" in key
     }
@@ -224,8 +228,7 @@ def test_a_tower_that_is_not_whole_is_refused_by_name(
 def test_one_other_value_of_a_vision_tower_is_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = directory(tmp_path / "vl", "qwen3_vl")
-    made = imported(source, tmp_path / "run")
+    source, made = model_and_run("qwen3_vl")
     key = "model.visual.deepstack_merger_list.0.linear_fc2.weight"
     array = load_file(source / "model.safetensors")[key]
     array[3, 5] += 1
@@ -246,8 +249,7 @@ def test_the_language_model_alone(
     name: str, architecture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As a model of its own, by the whole model's config.json or that of the text; what is left out is named."""
-    source = directory(tmp_path / "vl", name)
-    made = imported(source, tmp_path / "run")
+    source, made = model_and_run(name)
     words = ["--tower", "language", "--hf-config", str(source)]
     assert run(["export-hf", str(made), str(tmp_path / "out"), *words]) == 0
     text = " ".join(capsys.readouterr().out.split())
@@ -295,8 +297,7 @@ def test_a_tower_that_is_not_described(
     tower: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A config.json that says nothing of the vision tower is none of the model, for who reads or compares it."""
-    source, out = directory(tmp_path / "vl", "qwen3_vl"), tmp_path / "out"
-    made = imported(source, tmp_path / "run")
+    (source, made), out = model_and_run("qwen3_vl"), tmp_path / "out"
     bare = save(
         tmp_path / "bare",
         {**config_of(source), "vision_config": tower},

@@ -8,14 +8,18 @@ import shutil
 import pytest
 import torch
 
+from ckpt_tools import (
+    ConvertOptions,
+    ImportOptions,
+    TargetOptions,
+    ToTorchDistOptions,
+    convert_to_fsdp_dtensor,
+    convert_to_torch_dist,
+    export_hf,
+    import_hf,
+)
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.convert.options import ConvertOptions
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
-from ckpt_tools.commands.huggingface.export_hf import export_hf
-from ckpt_tools.commands.huggingface.import_hf import ImportOptions, import_hf
 from ckpt_tools.formats.locate.detect import locate
-from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from tests.commands import oracle
 from tests.conftest import DATA, fixture_dir
@@ -34,7 +38,7 @@ def bridge_root(tmp_path):
 
 
 def convert(source, output, **options):
-    return convert_to_fsdp_dtensor(str(source), str(output), ConvertOptions(target=TargetOptions(**options)))
+    return convert_to_fsdp_dtensor(source, output, ConvertOptions(target=TargetOptions(**options)))
 
 
 def test_a_bridge_run_stays_one(tmp_path):
@@ -73,13 +77,13 @@ def test_a_bridge_run_for_megatron_lm_still_tells_what_it_is(case, tmp_path):
     assert any("more settings of its run_config.yaml" in note for note in report.notes)
     assert run(["verify", str(tmp_path / "out"), "-q"]) == 0
     direct, later = (
-        export_hf(str(one), str(tmp_path / name)) for one, name in ((folder, "a"), (tmp_path / "out", "b"))
+        export_hf(one, tmp_path / name) for one, name in ((folder, "a"), (tmp_path / "out", "b"))
     )
     assert direct.architecture == later.architecture
     for file in ("config.json", "model.safetensors"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
-    convert_to_torch_dist(str(tmp_path / "out"), str(tmp_path / "back"), WEIGHTS)
-    export_hf(str(tmp_path / "back"), str(tmp_path / "c"))
+    convert_to_torch_dist(tmp_path / "out", tmp_path / "back", WEIGHTS)
+    export_hf(tmp_path / "back", tmp_path / "c")
     assert (tmp_path / "c" / "model.safetensors").read_bytes() == (
         tmp_path / "a" / "model.safetensors"
     ).read_bytes()
@@ -99,9 +103,9 @@ def test_a_megatron_lm_source_gets_the_progress_bridge_asks_for(tmp_path):
 
 def test_an_import_for_bridge_has_the_progress_that_bridge_asks_for(tmp_path):
     """Without a train_state.pt, and its copy in the root, Bridge does not find the checkpoint."""
-    export_hf(str(DATA / "core019_llama_tp2_fully_reshardable"), str(tmp_path / "hf"))
+    export_hf(DATA / "core019_llama_tp2_fully_reshardable", tmp_path / "hf")
     options = ImportOptions(to="fsdp_dtensor", fsdp=TargetOptions(dialect="bridge"), iteration=7)
-    report = import_hf(str(tmp_path / "hf"), str(tmp_path / "run"), options)
+    report = import_hf(tmp_path / "hf", tmp_path / "run", options)
     assert (report.loader, report.iteration, report.architecture) == ("bridge", 7, "LlamaForCausalLM")
     state = (tmp_path / "run" / "iter_0000007" / "train_state.pt").read_bytes()
     assert (tmp_path / "run" / "latest_train_state.pt").read_bytes() == state

@@ -1,59 +1,40 @@
-"""Commands that read flat buckets have as many workers prove them as were asked for; the bytes are the same."""
+"""Commands that read flat buckets pass on how many workers prove them (the bytes: `test_shared_proof`)."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from ckpt_tools.cli.app import run
+from ckpt_tools.commands.edit import average
+from ckpt_tools.commands.edit import slice as slicing
+from ckpt_tools.commands.job import read_model
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import Share, by_threads
 from tests.conftest import fixture_dir
 
 BUCKETS = "core019_llama_tp2_dp_reshardable"
-COMMANDS = {
-    "average": "average RUN RUN OUT",
-    "strip": "strip RUN OUT",
-    "stats": "stats RUN --by parameters",
-    "export-hf": "export-hf RUN OUT",
-    "convert": "convert RUN OUT",
-    "back": "convert RUN OUT --to torch_dist",
-}
-TELL = """
-import sys
-from ckpt_tools.cli.app import run
-from ckpt_tools.commands.job import read_model
-spread = read_model.spread
-def told(work, jobs, *, workers, **given):
-    print("proven by", workers, file=sys.stderr)
-    return spread(work, jobs, workers=workers, **given)
-read_model.spread = told
-sys.exit(run(sys.argv[1:]))
-"""
+COMMANDS = (
+    "average RUN RUN OUT",
+    "strip RUN OUT",
+    "stats RUN --by parameters",
+    "export-hf RUN OUT",
+    "convert RUN OUT",
+    "convert RUN OUT --to torch_dist",
+    "slice RUN OUT --layers 0:1",
+)
 
 
-def made(command: str, out: Path, *options: str) -> tuple[str, dict[str, bytes]]:
-    """What is said of the proof, and every file that is written."""
-    words = command.replace("RUN", str(fixture_dir(BUCKETS))).replace("OUT", str(out)).split()
-    done = subprocess.run(
-        [sys.executable, "-c", TELL, *words, *options, "-q"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    told = "\n".join(line for line in done.stderr.splitlines() if line.startswith("proven by"))
-    return told, {str(p.relative_to(out)): p.read_bytes() for p in out.rglob("*") if p.is_file()}
+@pytest.mark.parametrize("command", COMMANDS)
+def test_workers_are_passed_on(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = set[int | None]()
 
+    def shared_by(workers: int | None) -> Share:
+        asked.add(workers)
+        return by_threads
 
-@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_workers_prove_and_write_the_same(command: str, tmp_path: Path) -> None:
-    alone, files = made(command, tmp_path / "one", "--workers", "1")
-    shared, same = made(command, tmp_path / "three", "--workers", "3")
-    assert alone == ""
-    assert set(shared.splitlines()) == {"proven by 3"}
-    assert same == files
-
-
-def test_slice_has_no_option_and_takes_as_many_as_help(tmp_path: Path) -> None:
-    assert made("slice RUN OUT --layers 0:1", tmp_path / "out")[0] == "proven by None"
+    for module in (read_model, average, slicing):
+        monkeypatch.setattr(module, "shared_by", shared_by)
+    words = command.replace("RUN", str(fixture_dir(BUCKETS))).replace("OUT", str(tmp_path / "out")).split()
+    assert run([*words, "-q", "--workers", "3"]) == 0
+    assert asked == {3}

@@ -7,18 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
+from ckpt_tools import (
+    ConvertOptions,
+    ExportOptions,
+    ImportOptions,
+    TargetOptions,
+    ToTorchDistOptions,
+    convert_to_fsdp_dtensor,
+    convert_to_torch_dist,
+    export_hf,
+    import_hf,
+    load_dtensors,
+)
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.convert.options import ConvertOptions
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
-from ckpt_tools.commands.huggingface.export_hf import export_hf
-from ckpt_tools.commands.huggingface.export_source import ExportOptions
-from ckpt_tools.commands.huggingface.import_hf import ImportOptions, import_hf
-from ckpt_tools.commands.look.load_dtensors import load_dtensors
 from ckpt_tools.errors import VerificationError
-from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.choices import MegatronFormat
@@ -45,17 +49,6 @@ def too_large() -> Parts:
     return parts
 
 
-def model(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(oracle.same_bytes(a[key], b[key]) for key in a)
-
-
 @pytest.mark.parametrize("to", ["fsdp_dtensor", "torch_dist", "hf", "hf again", "import"])
 def test_what_no_float16_can_hold_is_refused_by_name(to: MegatronFormat, tmp_path: Path) -> None:
     source = str(write(tmp_path / "source", too_large()))
@@ -65,21 +58,21 @@ def test_what_no_float16_can_hold_is_refused_by_name(to: MegatronFormat, tmp_pat
         if to == "fsdp_dtensor":
             key, element = "model.module.decoder.layers.1.mlp.linear_fc2.weight", "[3, 5]: 70000.0"
             wanted = TargetOptions(weights_only=True, dtype="float16")
-            convert_to_fsdp_dtensor(source, str(out), ConvertOptions(target=wanted))
+            convert_to_fsdp_dtensor(source, out, ConvertOptions(target=wanted))
         elif to == "hf":
-            export_hf(source, str(out), ExportOptions(dtype="float16"))
+            export_hf(source, out, ExportOptions(dtype="float16"))
         elif to == "import":
             key, element = "decoder.layers.mlp.linear_fc2.weight", "[1, 3, 5]: 70144.0"
-            export_hf(source, str(tmp_path / "hf"))
-            import_hf(str(tmp_path / "hf"), str(out), ImportOptions(dtype="float16"))
+            export_hf(source, tmp_path / "hf")
+            import_hf(tmp_path / "hf", out, ImportOptions(dtype="float16"))
         else:
-            convert_to_fsdp_dtensor(source, str(tmp_path / "fsdp"))
+            convert_to_fsdp_dtensor(source, tmp_path / "fsdp")
             element = "[3, 5]: 70000.0"
             if to == "hf again":
-                export_hf(str(tmp_path / "fsdp"), str(out), ExportOptions(dtype="float16"))
+                export_hf(tmp_path / "fsdp", out, ExportOptions(dtype="float16"))
             key, element = LARGE, "[1, 3, 5]: 70000.0"
             options = ToTorchDistOptions(target=TorchDistOptions(dtype="float16"))
-            convert_to_torch_dist(str(tmp_path / "fsdp"), str(out), options)
+            convert_to_torch_dist(tmp_path / "fsdp", out, options)
     if to == "hf again":
         key, element = "model.layers.1.mlp.down_proj.weight", "[3, 5]: 70000.0"
     assert str(caught.value).startswith(f"{key}{element} is too large for float16 and would become infinite")
@@ -102,10 +95,10 @@ def test_a_job_is_not_handed_infinities(tmp_path: Path) -> None:
 
 
 def test_what_rounding_changes_is_counted(tmp_path: Path) -> None:
-    convert_to_fsdp_dtensor(str(RUN), str(tmp_path / "fsdp"))
-    report = export_hf(str(tmp_path / "fsdp"), str(tmp_path / "hf"))
-    wide = export_hf(str(tmp_path / "fsdp"), str(tmp_path / "wide"), ExportOptions(dtype="float32"))
-    before, after = model(tmp_path / "wide"), model(tmp_path / "hf")
+    convert_to_fsdp_dtensor(RUN, tmp_path / "fsdp")
+    report = export_hf(tmp_path / "fsdp", tmp_path / "hf")
+    wide = export_hf(tmp_path / "fsdp", tmp_path / "wide", ExportOptions(dtype="float32"))
+    before, after = oracle.model(tmp_path / "wide"), oracle.model(tmp_path / "hf")
     changed = {key: int((before[key] != after[key].float()).sum()) for key in before}
     assert report.written is not None and wide.written is not None
     assert wide.written.rounded_tensors == 0 and wide.written.rounded_most is None
@@ -119,7 +112,7 @@ def test_weights_beside_their_masters_lose_nothing(
 ) -> None:
     """With the masters they round; alone, what the source has of them is gone."""
     fsdp, back, alone = (str(tmp_path / name) for name in ("fsdp", "back", "alone"))
-    convert_to_fsdp_dtensor(str(RUN), fsdp)
+    convert_to_fsdp_dtensor(RUN, fsdp)
     whole = convert_to_torch_dist(fsdp, back).written
     weights = ToTorchDistOptions(target=TorchDistOptions(weights_only=True))
     lost = convert_to_torch_dist(fsdp, alone, weights).written
@@ -136,8 +129,7 @@ def test_weights_beside_their_masters_lose_nothing(
 
 
 @pytest.mark.parametrize(
-    ("beside", "kept"),
-    [((("model", "a"), ("model", "b")), True), ((("model", "a"),), False), ((), False)],
+    ("beside", "kept"), [((("model", "a"), ("model", "b")), True), ((("model", "a"),), False), ((), False)]
 )
 def test_a_cast_loses_nothing_where_all_its_source_is_written(
     beside: tuple[tuple[str, str], ...], kept: bool
@@ -157,7 +149,7 @@ def test_a_model_of_two_types_keeps_them(to: MegatronFormat, cases: Path, tmp_pa
     source = cases / "mixed_dtype_rounded" / "hf"
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     weights = TargetOptions(fresh_optimizer=False)
-    report = import_hf(str(source), first, ImportOptions(to=to, fsdp=weights))
+    report = import_hf(source, first, ImportOptions(to=to, fsdp=weights))
     assert report.written is not None and report.written.rounded_elements == 0
     (said,) = [note for note in report.notes if "rounds them" in note]
     norm = "decoder.final_layernorm.weight"
@@ -166,17 +158,17 @@ def test_a_model_of_two_types_keeps_them(to: MegatronFormat, cases: Path, tmp_pa
         convert_to_fsdp_dtensor(first, second, ConvertOptions(target=TargetOptions(weights_only=True)))
     else:
         convert_to_torch_dist(first, second, ToTorchDistOptions(target=TorchDistOptions(weights_only=True)))
-    truth = model(source)
+    truth = oracle.model(source)
     assert {str(tensor.dtype) for tensor in truth.values()} == {"torch.float32", "torch.bfloat16"}
     for number, megatron in enumerate((first, second)):
-        export_hf(megatron, str(tmp_path / f"hf{number}"))
-        assert same(model(tmp_path / f"hf{number}"), truth)
+        export_hf(megatron, tmp_path / f"hf{number}")
+        oracle.assert_same(oracle.model(tmp_path / f"hf{number}"), truth)
 
 
 def test_an_import_in_one_type_says_what_it_rounds(cases: Path, tmp_path: Path) -> None:
     source = cases / "mixed_dtype_rounded" / "hf"
-    report = import_hf(str(source), str(tmp_path / "out"), ImportOptions(dtype="bfloat16"))
-    norms = [tensor for tensor in model(source).values() if tensor.dtype == torch.float32]
+    report = import_hf(source, tmp_path / "out", ImportOptions(dtype="bfloat16"))
+    norms = [tensor for tensor in oracle.model(source).values() if tensor.dtype == torch.float32]
     changed = sum(int((tensor.bfloat16().float() != tensor).sum()) for tensor in norms)
     assert report.written is not None and report.written.rounded_elements == changed == 448
     assert not any("rounds them" in note for note in report.notes)
@@ -185,19 +177,19 @@ def test_an_import_in_one_type_says_what_it_rounds(cases: Path, tmp_path: Path) 
 
 def test_an_export_in_fp32_takes_the_masters_of_either_format(tmp_path: Path) -> None:
     wide = ExportOptions(dtype="float32")
-    report = export_hf(str(RUN), str(tmp_path / "a"), wide)
+    report = export_hf(RUN, tmp_path / "a", wide)
     assert (report.masters.use, report.masters.mode) == ("written", "sample")
     assert report.masters.found.elements > 0
-    convert_to_fsdp_dtensor(str(RUN), str(tmp_path / "fsdp"))
-    other = export_hf(str(tmp_path / "fsdp"), str(tmp_path / "b"), wide)
+    convert_to_fsdp_dtensor(RUN, tmp_path / "fsdp")
+    other = export_hf(tmp_path / "fsdp", tmp_path / "b", wide)
     assert (other.masters.use, other.masters.found.tensors) == ("as_stored", 0)
-    found = model(tmp_path / "a")
-    assert same(found, model(tmp_path / "b"))
+    found = oracle.model(tmp_path / "a")
+    oracle.assert_same(found, oracle.model(tmp_path / "b"))
     stored = oracle.tensors(LLAMA)
     master = stored[MASTER][1]
     assert oracle.same_bytes(found["model.layers.1.mlp.down_proj.weight"], master)
     assert not oracle.same_bytes(master, stored[LARGE][1].float())
-    assert export_hf(str(RUN), str(tmp_path / "c")).masters.use == "left_out"
+    assert export_hf(RUN, tmp_path / "c").masters.use == "left_out"
     assert json.loads((tmp_path / "a" / "config.json").read_bytes())["torch_dtype"] == "float32"
 
 
@@ -210,14 +202,14 @@ def test_an_export_in_fp32_says_when_there_are_no_masters(tmp_path: Path) -> Non
     exports = []
     for name, tensors in (("none", weights), ("encoded", weights | encoded)):
         source = write(tmp_path / name, Parts(tensors, parts.objects, parts.common))
-        report = export_hf(str(source), str(tmp_path / f"{name} hf"), ExportOptions(dtype="float32"))
+        report = export_hf(source, tmp_path / f"{name} hf", ExportOptions(dtype="float32"))
         assert report.masters.use == ("left_out" if name == "encoded" else "none")
         assert any(
             note.startswith("no fp32 masters are exported, only the stored weights: ")
             for note in report.notes
         )
-        exports.append(model(tmp_path / f"{name} hf"))
-    assert same(*exports)
+        exports.append(oracle.model(tmp_path / f"{name} hf"))
+    oracle.assert_same(*exports)
     stored = weights[LARGE][1].float()
     assert oracle.same_bytes(exports[0]["model.layers.1.mlp.down_proj.weight"], stored)
 
@@ -227,21 +219,21 @@ def test_an_export_in_fp32_refuses_damaged_masters(tmp_path: Path) -> None:
     parts.tensors[MASTER][1, 3, 5] *= 2
     source = write(tmp_path / "source", parts)
     with pytest.raises(VerificationError, match=r"linear_fc2\.weight\[3, 5\].*\n.*--check-masters none"):
-        export_hf(str(source), str(tmp_path / "out"), ExportOptions(dtype="float32"))
-    export_hf(str(source), str(tmp_path / "out"), ExportOptions(check_masters="none"))
+        export_hf(source, tmp_path / "out", ExportOptions(dtype="float32"))
+    export_hf(source, tmp_path / "out", ExportOptions(check_masters="none"))
 
 
 def test_an_import_refuses_what_only_bfloat16_can_hold(tmp_path: Path, cases: Path) -> None:
     folder = tmp_path / "hf"
     folder.mkdir()
     source = cases / "mixed_dtype_rounded" / "hf"
-    tensors = model(source)
+    tensors = oracle.model(source)
     tensors["model.norm.weight"][7] = 65520.0  # the first that rounds to infinity
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_bytes((source / "config.json").read_bytes())
     options = ImportOptions(to="fsdp_dtensor", dtype="float16", fsdp=TargetOptions(fresh_optimizer=False))
     with pytest.raises(VerificationError, match=r"final_layernorm\.weight\[7\]: 65520\.0"):
-        import_hf(str(folder), str(tmp_path / "out"), options)
+        import_hf(folder, tmp_path / "out", options)
     tensors["model.norm.weight"][7] = 65519.0
     save_file(tensors, folder / "model.safetensors")
-    import_hf(str(folder), str(tmp_path / "out"), options)
+    import_hf(folder, tmp_path / "out", options)

@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed import checkpoint as dcp
 
+from ckpt_tools import CopyOptions, copy_checkpoint
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.edit import copy as module
-from ckpt_tools.commands.edit.copy import CopyOptions, CopyReport, copy_checkpoint
+from ckpt_tools.commands.edit.copy import CopyReport
+from ckpt_tools.commands.job import conversion
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UsageError, VerificationError
 from ckpt_tools.execute.output.remote_output import RemoteOutput
 from ckpt_tools.execute.run import WriteOptions, write_checkpoint
@@ -161,28 +162,23 @@ def test_entries_in_folders_inside_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+DAMAGE = {  # the file, and what is changed in it; None: the byte in its middle
+    "payload": ("*.distcp", None),
+    "small archive": ("*.distcp", torch.ones(3).numpy().tobytes()),
+    "description": ("*.distcp", b"torch._utils"),
+    "file beside": ("extra.pt", None),
+}
+
+
 def damaged(large: Path, part: str) -> None:
-    data = next(large.glob("*.distcp"))
-    raw = bytearray(data.read_bytes())
-    if part == "payload":
-        raw[len(raw) // 2] ^= 1
-        data.write_bytes(raw)
-    elif part == "small archive":
-        at = raw.index(torch.ones(3).numpy().tobytes())
-        raw[at + 1] ^= 1
-        data.write_bytes(raw)
-    elif part == "description":
-        at = raw.index(b"torch._utils")
-        raw[at] ^= 1
-        data.write_bytes(raw)
-    else:
-        file = large / "extra.pt"
-        extra = bytearray(file.read_bytes())
-        extra[len(extra) // 2] ^= 1
-        file.write_bytes(extra)
+    name, found = DAMAGE[part]
+    file = next(large.glob(name))
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2 if found is None else raw.index(found)] ^= 1
+    file.write_bytes(raw)
 
 
-@pytest.mark.parametrize("part", ["payload", "small archive", "description", "file beside"])
+@pytest.mark.parametrize("part", DAMAGE)
 @pytest.mark.parametrize("place", ["out", "memory://bucket/out"])
 def test_damage_is_not_copied_unseen(
     part: str, place: str, large: Path, tmp_path: Path, store: fsspec.AbstractFileSystem
@@ -288,7 +284,7 @@ def test_reading_back_finds_what_storage_changed(tmp_path: Path, monkeypatch: py
         flip_bit(file, at)
         return written
 
-    monkeypatch.setattr(module, "write_checkpoint", and_rot)
+    monkeypatch.setattr(conversion, "write_checkpoint", and_rot)
     with pytest.raises(VerificationError, match="read back, it differs from"):
         copy_checkpoint(DATA / RUN, tmp_path / "out", CopyOptions(read_back=True))
 
@@ -321,6 +317,8 @@ def test_a_plan_cuts_files_where_checksums_begin_and_end(monkeypatch: pytest.Mon
 @pytest.mark.filterwarnings("ignore:.*the folder says iteration")
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = three(tmp_path)
+    assert run(["copy", str(root), str(tmp_path / "out"), "--dry-run"]) == 0
+    assert capsys.readouterr().out.startswith("would copy ") and not (tmp_path / "out").exists()
     assert run(["copy", str(root), str(tmp_path / "out")]) == 0
     assert "payloads have the checksum that their writer stored" in capsys.readouterr().out
     assert run(["copy", str(root), str(tmp_path / "out"), "--resume"]) == 0

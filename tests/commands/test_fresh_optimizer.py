@@ -14,29 +14,23 @@ from typing import Any
 import pytest
 import torch
 
+from ckpt_tools import ConvertOptions, TargetOptions, convert_to_fsdp_dtensor, preflight, strip_checkpoint
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.check.preflight import preflight
-from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
-from ckpt_tools.commands.convert.options import ConvertOptions
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.edit.strip import strip_checkpoint
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.errors import MappingError
-from ckpt_tools.execute.output.staging import Staging
-from ckpt_tools.execute.run import WriteOptions
+from ckpt_tools.execute.output.local_output import LocalOutput
 from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import schedule_of
-from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.fsdp_dtensor.read import FsdpSource, read_fsdp_source
 from tests.commands import oracle
+from tests.commands.made import fsdp, iteration_of, stripped
 from tests.commands.rewritten import Parts, read, write
 from tests.commands.test_huggingface import model
-from tests.commands.test_strip import iteration_of
-from tests.commands.test_weights_only import OPTIMIZERS, muon, weights_of
+from tests.commands.test_weights_only import OPTIMIZERS, bare, damaged_by, muon
 from tests.conftest import DATA, fixture_dir
-from tests.folders import root_of
+from tests.folders import content, is_sound, root_of
 
-RUN = DATA / "core019_llama_tp2_fully_reshardable"
-NATIVE = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
+LLAMA, NATIVE = "core019_llama_tp2_fully_reshardable", "core019_llama_tp2_native_fsdp_dtensor"
+RUN, NATIVE_RUN = DATA / LLAMA, fixture_dir(NATIVE)
 WEIGHTS = [RUN, "--weights-only", "--fresh-optimizer"]
 RATES = ["--lr", "1e-5", "--min-lr", "1e-6", "--weight-decay", "0.1"]
 MOMENTS = (".exp_avg", ".exp_avg_sq")
@@ -54,10 +48,12 @@ PAIRS = [
 ]
 
 
-def fresh(source: Path, out: Path, **wanted: Any) -> Path:
-    options = TargetOptions(weights_only=True, fresh_optimizer=True, **wanted)
-    convert_to_fsdp_dtensor(str(source), str(out), ConvertOptions(target=options))
-    return iteration_of(out)
+FRESH = {"weights_only": True, "fresh_optimizer": True}
+
+
+def zeroed(tensors: oracle.Tensors) -> oracle.Tensors:
+    """A fresh optimizer's moments and steps beside the same weights."""
+    return {k: torch.zeros_like(t) if k.endswith((*MOMENTS, ".step")) else t for k, t in tensors.items()}
 
 
 def taken_apart(folder: Path) -> FsdpSource:
@@ -72,11 +68,9 @@ def shown(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("threed", "native", "wanted"), PAIRS)
-def test_it_has_what_the_native_checkpoint_has(
-    threed: str, native: str, wanted: dict[str, Any], tmp_path: Path
-) -> None:
-    made = fresh(root_of(threed), tmp_path / "out", **wanted)
-    theirs = iteration_of(root_of(native))
+def test_it_has_what_the_native_checkpoint_has(threed: str, native: str, wanted: dict[str, Any]) -> None:
+    """Key for key; its weights are the masters, its moments zeros."""
+    made, theirs = fsdp(threed, **FRESH, **wanted), iteration_of(native)
     assert shown(made) == shown(theirs)
     mine, other = taken_apart(made), taken_apart(theirs)
     assert mine.groups.keys() == other.groups.keys()
@@ -87,38 +81,19 @@ def test_it_has_what_the_native_checkpoint_has(
         assert mine.groups[name] == expected, name
     assert mine.scheduler == {**other.scheduler, "num_steps": 0}
     assert {t.name: t.step for t in mine.tensors} == {t.name: t.step and 0.0 for t in other.tensors}
-
-
-@pytest.mark.parametrize(("threed", "native", "wanted"), PAIRS)
-def test_its_weights_are_the_masters_and_its_moments_zeros(
-    threed: str, native: str, wanted: dict[str, Any], tmp_path: Path
-) -> None:
-    made = oracle.tensors(fresh(root_of(threed), tmp_path / "out", **wanted))
-    convert_to_fsdp_dtensor(
-        str(root_of(threed)), str(tmp_path / "whole"), ConvertOptions(target=TargetOptions(**wanted))
-    )
-    whole = oracle.tensors(iteration_of(tmp_path / "whole"))
-    assert made.keys() == whole.keys()
-    for key, tensor in made.items():
-        expected = torch.zeros_like(whole[key]) if key.endswith((*MOMENTS, ".step")) else whole[key]
-        assert oracle.same_bytes(tensor, expected), key
+    oracle.assert_same(made, zeroed(oracle.tensors(fsdp(threed, **wanted))))
 
 
 @pytest.mark.parametrize("name", [native for _, native, _ in PAIRS])
 def test_strip_gives_a_native_checkpoint_one(name: str, tmp_path: Path) -> None:
-    done = strip_checkpoint(str(root_of(name)), str(tmp_path / "out"), fresh=TargetOptions(lr=0.5))
-    before, after = iteration_of(root_of(name)), iteration_of(tmp_path / "out")
+    done = strip_checkpoint(root_of(name), tmp_path / "out", fresh=TargetOptions(lr=0.5))
+    before, after = iteration_of(name), iteration_of(tmp_path / "out")
     assert shown(after) == shown(before)
     assert not done.edits.removed and not done.edits.cast
-    was, now = oracle.tensors(before), oracle.tensors(after)
-    for key, tensor in now.items():
-        expected = torch.zeros_like(was[key]) if key.endswith((*MOMENTS, ".step")) else was[key]
-        assert oracle.same_bytes(tensor, expected), key
-    chunks = oracle.metadata(before).state_dict_metadata, oracle.metadata(after).state_dict_metadata
-    for key in now:
-        assert {tuple(c.offsets) for c in chunks[0][key].chunks} == {
-            tuple(c.offsets) for c in chunks[1][key].chunks
-        }
+    oracle.assert_same(after, zeroed(oracle.tensors(before)))
+    was, now = (oracle.metadata(folder).state_dict_metadata for folder in (before, after))
+    for key in oracle.tensors(after):
+        assert {tuple(c.offsets) for c in was[key].chunks} == {tuple(c.offsets) for c in now[key].chunks}
     groups = taken_apart(after).groups
     assert {group["max_lr"] for group in groups.values()} == {0.5}
     assert {oracle.item(after, f"opt_param_scheduler.{n}") for n in ("max_lr", "num_steps")} == {0.5, 0}
@@ -127,27 +102,24 @@ def test_strip_gives_a_native_checkpoint_one(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_weights_alone_get_one_by_strip(dtype: str | None, tmp_path: Path) -> None:
     """Also in half precision, where the weights become masters."""
-    strip_checkpoint(str(NATIVE), str(tmp_path / "weights"), dtype)
-    settings = TargetOptions(adam_beta2=0.95)
-    strip_checkpoint(str(tmp_path / "weights"), str(tmp_path / "out"), fresh=settings)
+    weights = stripped(NATIVE, dtype)
+    strip_checkpoint(weights, tmp_path / "out", fresh=TargetOptions(adam_beta2=0.95))
     made = iteration_of(tmp_path / "out")
-    weights = oracle.tensors(iteration_of(tmp_path / "weights"))
-    for key, tensor in oracle.tensors(made).items():
-        if key in weights:
-            assert oracle.same_bytes(tensor, weights[key].float()), key
-        else:
-            assert key.endswith(MOMENTS) and oracle.same_bytes(tensor, torch.zeros(tensor.shape)), key
+    found, wide = oracle.tensors(made), {k: t.float() for k, t in oracle.tensors(weights).items()}
+    moments = {k: torch.zeros_like(t) for k, t in found.items() if k not in wide}
+    assert all(key.endswith(MOMENTS) for key in moments)
+    oracle.assert_same(found, wide | moments)
     groups = taken_apart(made).groups
     assert {group["betas"] for group in groups.values()} == {(0.9, 0.95)}
     assert {(name.endswith("norm.weight"), g["weight_decay"]) for name, g in groups.items()} == {
         (True, 0.0), (False, 0.1)
     }  # fmt: skip
-    assert verify_checkpoint(str(made), None, VerifyOptions(content=True)).is_valid
+    assert is_sound(made)
 
 
 @pytest.mark.parametrize("target", ["core-0.16", "core-0.17", "core-0.19", "main"])
-def test_preflight_starts_it_strictly_on_every_version(target: str, tmp_path: Path) -> None:
-    made = fresh(RUN, tmp_path / "out", dialect=target, lr=1e-5, min_lr=1e-6)
+def test_preflight_starts_it_strictly_on_every_version(target: str) -> None:
+    made = fsdp(LLAMA, **FRESH, dialect=target, lr=1e-5, min_lr=1e-6)
     found = preflight(str(made))
     assert found.report.is_valid, [f.where for f in found.report.findings]
     assert found.launch is not None and found.program == target
@@ -166,34 +138,20 @@ def test_preflight_starts_it_strictly_on_every_version(target: str, tmp_path: Pa
     assert [f.check for f in samples.findings] == ["fresh-samples"]
 
 
-def test_preflight_says_what_starts_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_preflight_says_what_starts_where(capsys: pytest.CaptureFixture[str]) -> None:
     def starts(checkpoint: Path) -> dict[str, str | None]:
         return {start.program: start.how for start in preflight(str(checkpoint)).starts}
 
     every = ("core-0.16", "core-0.17", "core-0.19", "main")
-    assert [starts(NATIVE)[program] for program in every] == ["resume"] * 4
-    made = fresh(RUN, tmp_path / "fresh")
-    assert [starts(made)[program] for program in every] == ["fresh optimizer"] * 4
-    strip_checkpoint(str(NATIVE), str(tmp_path / "weights"))
-    assert [starts(tmp_path / "weights")[program] for program in every] == ["weights alone"] * 2 + [None] * 2
-    assert run(["preflight", str(tmp_path / "weights")]) == 1
+    assert [starts(iteration_of(NATIVE))[program] for program in every] == ["resume"] * 4
+    assert [starts(fsdp(LLAMA, **FRESH))[program] for program in every] == ["fresh optimizer"] * 4
+    weights = stripped(NATIVE)
+    assert [starts(weights)[program] for program in every] == ["weights alone"] * 2 + [None] * 2
+    assert run(["preflight", str(weights)]) == 1
     said = capsys.readouterr().out
     assert "  core-0.16, core-0.17, bridge: weights alone\n" in said
     assert "  core-0.19, main: does not start (optimizer-entries)\n" in said
     assert not preflight(str(RUN)).starts
-
-
-def test_weights_alone_start_on_old_versions_only(tmp_path: Path) -> None:
-    options = ConvertOptions(target=TargetOptions(weights_only=True))
-    convert_to_fsdp_dtensor(str(RUN), str(tmp_path / "out"), options)
-    for target, starts in (("core-0.16", True), ("core-0.17", True), ("core-0.19", False), ("main", False)):
-        found = preflight(str(tmp_path / "out"), target=target)
-        assert found.report.is_valid is starts, target
-        if starts:
-            assert found.launch is not None and "--finetune" in found.launch.words
-        else:
-            fixes = {f.fix for f in found.report.findings if f.severity == "error"}
-            assert any(f"strip {tmp_path / 'out'} OUT --fresh-optimizer" in fix for fix in fixes), fixes
 
 
 def test_an_import_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,7 +170,9 @@ def test_an_import_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         [],
     )  # a model of transformers has neither
     assert any("--override-opt_param-scheduler" in note for note in report["notes"])
-    assert any("--adam-beta1, --adam-beta2 and --adam-eps: nothing tells" in note for note in report["notes"])
+    assert any(
+        "--adam-beta1, --adam-beta2 and --adam-eps: not in the source" in note for note in report["notes"]
+    )
     made = tmp_path / "run" / "iter_0000001"
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "1"
     assert oracle.item(made, "iteration") == 1
@@ -221,7 +181,7 @@ def test_an_import_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     found = preflight(str(tmp_path / "run"))
     assert found.report.is_valid and found.launch is not None
     assert {"--no-load-rng", "--override-opt_param-scheduler"} <= set(found.launch.words)
-    assert verify_checkpoint(str(made), None, VerifyOptions(content=True)).is_valid
+    assert is_sound(made)
     group = next(iter(taken_apart(made).groups.values()))
     assert (group["lr"], group["step"], group["bias_correction"]) == (1e-5, 0, True)
 
@@ -231,14 +191,14 @@ def test_an_import_with_an_optimizer_has_the_weights_of_one_without(tmp_path: Pa
     words = ["import-hf", str(tmp_path / "hf"), "--to", "fsdp_dtensor", "-q"]
     assert run([*words, str(tmp_path / "fresh"), *RATES]) == 0
     assert run([*words, str(tmp_path / "weights"), "--no-fresh-optimizer"]) == 0
-    mine = oracle.tensors(tmp_path / "fresh" / "iter_0000001")
-    plain = oracle.tensors(tmp_path / "weights" / "release")
-    assert {key for key in mine if key not in plain} == {k for k in mine if k.endswith(MOMENTS)}
-    assert all(oracle.same_bytes(mine[key], tensor.float()) for key, tensor in plain.items())
+    weights = {key: t.float() for key, t in oracle.tensors(tmp_path / "weights").items()}
+    mine = oracle.tensors(tmp_path / "fresh")
+    moments = {key: t for key, t in mine.items() if key.endswith(MOMENTS)}
+    oracle.assert_same({key: t for key, t in mine.items() if key not in moments}, weights)
     assert run(["diff", str(tmp_path / "hf"), str(tmp_path / "fresh")]) == 0
 
 
-@pytest.mark.parametrize("source", [RUN, NATIVE])
+@pytest.mark.parametrize("source", [RUN, fixture_dir(NATIVE)])
 @pytest.mark.parametrize("folder", ["release", "iter_0000000"])
 @pytest.mark.filterwarnings("ignore:.*the folder says iteration")
 def test_a_release_begins_at_iteration_1(source: Path, folder: str, tmp_path: Path) -> None:
@@ -249,10 +209,11 @@ def test_a_release_begins_at_iteration_1(source: Path, folder: str, tmp_path: Pa
     latest.chmod(0o644)
     latest.write_text("release" if folder == "release" else "0")
     if source is RUN:
-        made = fresh(tmp_path / "run", tmp_path / "out")
+        options = ConvertOptions(target=TargetOptions(weights_only=True, fresh_optimizer=True))
+        convert_to_fsdp_dtensor(tmp_path / "run", tmp_path / "out", options)
     else:
-        strip_checkpoint(str(tmp_path / "run"), str(tmp_path / "out"), fresh=TargetOptions())
-        made = iteration_of(tmp_path / "out")
+        strip_checkpoint(tmp_path / "run", tmp_path / "out", fresh=TargetOptions())
+    made = iteration_of(tmp_path / "out")
     assert made.name == "iter_0000001"
     assert (tmp_path / "out" / latest.name).read_text() == "1"
     assert oracle.item(made, "iteration") == oracle.item(made, "args").iteration == 1
@@ -286,19 +247,19 @@ def test_embeddings_with_a_rate_of_their_own_keep_it(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["convert", RUN, "--fresh-optimizer"], "goes with --weights-only"),
-        (["convert", RUN, "--lr", "0.1"], "--lr: settings of an optimizer that begins"),
-        (["convert", RUN, "--weights-only", "--min-lr", "0.1"], "--min-lr: settings of"),
-        (["convert", *WEIGHTS, "--dtype", "float32"], "--dtype float32: fp32 masters"),
+        (["convert", RUN, "--lr", "0.1"], "--lr: only valid with --fresh-optimizer"),
+        (["convert", RUN, "--weights-only", "--min-lr", "0.1"], "--min-lr: only valid with"),
+        (["convert", *WEIGHTS, "--dtype", "float32"], "--dtype float32: with an optimizer"),
         (["convert", *WEIGHTS, "--min-lr", "0.1"], "--min-lr 0.1 is above --lr 0.01"),
         (["convert", *WEIGHTS, "--lr", "nan"], "--lr nan is not a number of at"),
         (["convert", *WEIGHTS, "--adam-beta2", "1"], "--adam-beta2 1.0 is not below 1"),
         (["convert", *WEIGHTS, "--adam-eps", "0"], "--adam-eps 0 makes a NaN"),
         (["convert", *WEIGHTS, "--to", "torch_dist"], "no meaning for a conversion"),
-        (["convert", NATIVE, "--weights-only", "--fresh-optimizer", "--tp", "2"], "strip --fresh-optimizer"),
+        (["convert", NATIVE_RUN, "--weights-only", "--fresh-optimizer", "--tp", "2"], "strip --fresh-optimizer"),
         (["strip", RUN, "--fresh-optimizer"], "a 3D-parallel job starts from weights alone"),
-        (["strip", NATIVE, "--fresh-optimizer", "--dtype", "bfloat16"], "--dtype bfloat16: fp32 masters"),
-        (["strip", NATIVE, "--lr", "0.1"], "--lr: settings of an optimizer that begins"),
-        (["import-hf", NATIVE, "--fresh-optimizer"], "need --to fsdp_dtensor: a 3D-parallel job"),
+        (["strip", NATIVE_RUN, "--fresh-optimizer", "--dtype", "bfloat16"], "--dtype bfloat16: fp32 masters"),
+        (["strip", NATIVE_RUN, "--lr", "0.1"], "--lr: only valid with --fresh-optimizer"),
+        (["import-hf", NATIVE_RUN, "--fresh-optimizer"], "need --to fsdp_dtensor: a 3D-parallel job"),
     ],
 )  # fmt: skip
 def test_what_goes_with_it(
@@ -313,33 +274,30 @@ def test_what_goes_with_it(
     assert not (tmp_path / "out").exists()
 
 
-def test_zeros_read_nothing_and_take_no_disk(tmp_path: Path) -> None:
-    """A vocabulary that is mostly padding: 16 MiB a tensor, of which little is stored."""
+def test_zeros_read_nothing_and_take_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vocabulary that is mostly padding: 16 MiB a tensor, of which little is stored and no room is asked for."""
+    asked: list[int] = []
+    monkeypatch.setattr(LocalOutput, "_check_space", lambda self, at, nbytes: asked.append(nbytes))
     target = TargetOptions(weights_only=True, fresh_optimizer=True, vocab_size_padded=1 << 17, vocab_size=200)
-    report = convert_to_fsdp_dtensor(
-        str(RUN), str(tmp_path / "out"), ConvertOptions(target=target, write=WriteOptions(threads=2))
-    )
+    report = convert_to_fsdp_dtensor(RUN, tmp_path / "out", ConvertOptions(target=target))
     assert report.written is not None
-    made = iteration_of(tmp_path / "out")
-    moments = 4 * (1 << 17) * 32 * 4
-    assert report.written.bytes_written > moments
+    made, moments = iteration_of(tmp_path / "out"), 4 * (1 << 17) * 32 * 4
+    assert set(asked) == {report.written.bytes_written - moments} and len(asked) == 2
     stored = sum(file.stat().st_blocks * 512 for file in made.glob("*.distcp"))
     assert stored < report.written.bytes_written - moments + (2 << 20)
     assert report.written.bytes_read < 2 << 20
-    assert verify_checkpoint(str(made), None, VerifyOptions(content=True)).is_valid
+    assert is_sound(made)
     loaded = oracle.tensors(made)["optimizer.state.module.module.module.output_layer.weight.exp_avg"]
     assert loaded.shape == (1 << 17, 32) and not loaded.view(torch.int32).any()
 
 
-def test_the_bytes_do_not_depend_on_holes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bytes_do_not_depend_on_holes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same where a file system tells of no holes."""
-    fresh(RUN, tmp_path / "sparse")
+    sparse = fsdp(LLAMA, **FRESH)
     monkeypatch.setattr(
         "ckpt_tools.execute.move.stream.stored_ranges", lambda fd, start, stop: iter([(start, stop)])
     )
-    fresh(RUN, tmp_path / "full")
-    for file in iteration_of(tmp_path / "full").iterdir():
-        assert file.read_bytes() == (iteration_of(tmp_path / "sparse") / file.name).read_bytes()
+    assert content(fsdp.__wrapped__(LLAMA, **FRESH)) == content(sparse)
 
 
 def test_damage_in_a_hole_is_repaired_on_resume(tmp_path: Path) -> None:
@@ -362,52 +320,28 @@ def test_damage_in_a_hole_is_repaired_on_resume(tmp_path: Path) -> None:
 
 def test_a_bridge_run_tells_its_settings_otherwise(tmp_path: Path) -> None:
     """Its schedule and groups where they are stored, its configuration where they are not."""
-    source = fixture_dir("bridge_dense_fr_tp2_dp2") / "checkpoint"
-    groups = taken_apart(fresh(source, tmp_path / "out")).groups
+    source = root_of("bridge_dense_fr_tp2_dp2")
+    groups = taken_apart(fsdp(source, **FRESH)).groups
     with open_checkpoint(str(source)) as opened:
         stored = opened.common.values["optimizer"]["optimizer"]["param_groups"][0]
     assert {(g["betas"], g["eps"], g["max_lr"]) for g in groups.values()} == {
         (stored["betas"], stored["eps"], stored["max_lr"])
     }
     weights = tmp_path / "weights"
-    strip_checkpoint(str(source), str(weights))
+    strip_checkpoint(source, weights)
     config = weights / "run_config.yaml"
     said = "optimizer:\n  lr: 0.25\n  min_lr: 0.125\n  weight_decay: 0.5\n  adam_beta2: 0.75\n"
     config.write_text(config.read_text() + said)
-    group = next(iter(taken_apart(fresh(weights, tmp_path / "second")).groups.values()))
+    group = next(iter(taken_apart(fsdp(weights, **FRESH)).groups.values()))
     assert (group["max_lr"], group["min_lr"], group["betas"]) == (0.25, 0.125, (0.9, 0.75))
-
-
-def test_a_plan_knows_what_zeros_cost(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", str(RUN), "--weights-only", "--dp-shard", "2", "--tp", "2", "--json"]
-    assert run(words) == 0
-    weights = json.loads(capsys.readouterr().out)
-    assert run([*words, "--fresh-optimizer"]) == 0
-    whole = json.loads(capsys.readouterr().out)
-    assert whole["bytes_to_write"] > 2.5 * weights["bytes_to_write"]
 
 
 @pytest.mark.parametrize("damage", [*OPTIMIZERS, muon], ids=lambda damage: damage.__name__)
 def test_any_optimizer_is_replaced(damage: Callable[[Parts], None], tmp_path: Path) -> None:
     """Masters of another run, of a kind that is not read, or none: the weights are their own masters then."""
-    parts = read(RUN / "iter_0000002")
-    bare = Parts(weights_of(parts), dict(parts.objects), dict(parts.common))
-    weights = oracle.tensors(fresh(write(tmp_path / "bare", bare), tmp_path / "wanted"))
-    damage(parts)
-    made = fresh(write(tmp_path / "source" / "iter_0000002", parts), tmp_path / "out")
-    found = oracle.tensors(made)
-    assert found.keys() == weights.keys()
-    assert all(oracle.same_bytes(found[key], tensor) for key, tensor in weights.items())
+    made = fsdp(damaged_by(damage, tmp_path), **FRESH)
+    oracle.assert_same(made, fsdp(bare(), **FRESH))
     assert preflight(str(made)).report.is_valid
-
-
-def test_a_disk_needs_no_room_for_zeros(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(Staging, "_check_space", lambda self, at, nbytes: asked.append(nbytes))
-    target = TargetOptions(weights_only=True, fresh_optimizer=True, vocab_size_padded=1 << 17, vocab_size=200)
-    report = convert_to_fsdp_dtensor(str(RUN), str(tmp_path / "out"), ConvertOptions(target=target))
-    assert report.written is not None and len(asked) == 2
-    assert set(asked) == {report.written.bytes_written - 4 * (1 << 17) * 32 * 4}
 
 
 FROZEN = "decoder.layers.1.mlp.linear_fc2.weight"
@@ -415,12 +349,13 @@ FROZEN = "decoder.layers.1.mlp.linear_fc2.weight"
 
 def test_what_was_frozen_stays_so(tmp_path: Path) -> None:
     """A weight that the run's optimizer did not work on gets no states: a job that freezes it asks for none."""
-    keys = oracle.metadata(iteration_of(NATIVE)).state_dict_metadata
+    native = iteration_of(NATIVE)
+    keys = oracle.metadata(native).state_dict_metadata
     mine = [key for key in keys if key.startswith("optimizer.") and f".{FROZEN}." in key]
     assert len(mine) > 4
     of_it = f"remove optimizer\\..*\\.{re.escape(FROZEN)}\\..*"
-    assert run(["modify-state-dict", str(NATIVE), str(tmp_path / "frozen"), "--op", of_it, "-q"]) == 0
-    strip_checkpoint(str(tmp_path / "frozen"), str(tmp_path / "out"), fresh=TargetOptions())
+    assert run(["modify-state-dict", str(native), str(tmp_path / "frozen"), "--op", of_it, "-q"]) == 0
+    strip_checkpoint(tmp_path / "frozen", tmp_path / "out", fresh=TargetOptions())
     made = shown(iteration_of(tmp_path / "out"))
     assert made == shown(iteration_of(tmp_path / "frozen"))
     assert f"model.module.{FROZEN}" in made and not set(mine) & made.keys()
@@ -435,7 +370,7 @@ def test_what_was_frozen_in_3d_stays_so(factor: float, tmp_path: Path) -> None:
         del parts.tensors[key]
     masters = "optimizer.state.param."
     parts.tensors |= {k: t * factor for k, t in parts.tensors.items() if k.startswith(masters)}
-    made = shown(fresh(write(tmp_path / "source", parts), tmp_path / "out"))
+    made = shown(fsdp(write(tmp_path / "source", parts), **FRESH))
     assert made[f"model.module.{frozen}"] == (torch.bfloat16, (224, 32))
     assert not [key for key in made if key.startswith("optimizer.") and frozen in key]
     assert made["model.module.embedding.word_embeddings.weight"][0] == torch.float32

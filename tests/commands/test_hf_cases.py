@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from ckpt_tools import ExportOptions
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.huggingface.export_hf import plan_export
-from ckpt_tools.commands.huggingface.export_source import ExportOptions
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.megatron.huggingface.config.model_args import GluInterleave
 from ckpt_tools.megatron.huggingface.mapping.layouts import gate_up_in_turns

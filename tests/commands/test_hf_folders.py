@@ -13,11 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from ckpt_tools.commands.huggingface.export_hf import export_hf
-from ckpt_tools.commands.huggingface.export_source import ExportOptions
+from ckpt_tools import ExportOptions, export_hf, import_hf, inspect_checkpoint
 from ckpt_tools.commands.huggingface.folder import pack_shards, shard_index
-from ckpt_tools.commands.huggingface.import_hf import import_hf
-from ckpt_tools.commands.look.inspect import inspect_checkpoint
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
 from tests.cases import cases as cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
@@ -25,23 +22,15 @@ from tests.commands import oracle
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n"
 
 
-def model(*files: Path) -> dict[str, torch.Tensor]:
-    return {key: tensor for file in files for key, tensor in load_file(file).items()}
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(oracle.same_bytes(a[key], b[key]) for key in a)
-
-
 def there_and_back(source: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
-    import_hf(str(source), str(tmp_path / "run"))
-    export_hf(str(tmp_path / "run"), str(tmp_path / "back"))
-    return model(*(tmp_path / "back").glob("*.safetensors"))
+    import_hf(source, tmp_path / "run")
+    export_hf(tmp_path / "run", tmp_path / "back")
+    return oracle.model(tmp_path / "back")
 
 
 def test_adapters_are_named_with_the_way_out(cases: Path, tmp_path: Path) -> None:
     with pytest.raises(MappingError) as caught:
-        import_hf(str(cases / "peft_names"), str(tmp_path / "out"))
+        import_hf(cases / "peft_names", tmp_path / "out")
     text = str(caught.value)
     assert text.startswith("12 tensors belong to an adapter (LoRA and its kin)")
     assert "merge_and_unload" in text and text.count("\n") == 4
@@ -64,29 +53,30 @@ def test_every_kind_of_adapter_is_known_by_its_names(name: str, cases: Path, tmp
     shutil.copytree(source, folder)
     save_file(load_file(source / "model.safetensors") | {name: torch.ones(4)}, folder / "model.safetensors")
     with pytest.raises(MappingError, match="1 tensors belong to an adapter"):
-        import_hf(str(folder), str(tmp_path / "out"))
+        import_hf(folder, tmp_path / "out")
 
 
 def test_the_index_says_which_files_are_the_model(cases: Path, tmp_path: Path) -> None:
     source = cases / "mistral_consolidated" / "hf"
-    report = import_hf(str(source), str(tmp_path / "out"))
+    report = import_hf(source, tmp_path / "out")
     assert "not in the index and not read: consolidated.safetensors" in report.notes
-    truth = model(*source.glob("model-*.safetensors"))
-    assert same(there_and_back(source, tmp_path), truth)
+    truth = oracle.model(source, "model-*.safetensors")
+    oracle.assert_same(there_and_back(source, tmp_path), truth)
 
 
 def test_stored_rotary_frequencies_are_left_out_and_said(cases: Path, tmp_path: Path) -> None:
     source = cases / "moonlight_inv_freq" / "hf"
-    report = import_hf(str(source), str(tmp_path / "out"))
+    report = import_hf(source, tmp_path / "out")
     left_out = [f"model.layers.{n}.self_attn.rotary_emb.inv_freq" for n in range(3)]
     why = "rotary frequencies are computed from config.json, not loaded"
     assert [line for line in report.dropped if "inv_freq" in line] == [f"{name}: {why}" for name in left_out]
-    truth = model(source / "model.safetensors")
+    truth = oracle.model(source)
     for name in left_out:
         del truth[name]
     biases = {key: tensor.float() for key, tensor in truth.items() if key.endswith("e_score_correction_bias")}
     truth |= biases  # which Megatron holds in fp32
-    assert len(biases) == 2 and same(there_and_back(source, tmp_path), truth)
+    assert len(biases) == 2
+    oracle.assert_same(there_and_back(source, tmp_path), truth)
 
 
 def test_pointers_are_named_wherever_they_stand(cases: Path, tmp_path: Path) -> None:
@@ -94,7 +84,7 @@ def test_pointers_are_named_wherever_they_stand(cases: Path, tmp_path: Path) -> 
     shutil.copytree(cases / "mixed_dtype_rounded" / "hf", folder)
     (folder / "config.json").write_bytes(LFS)
     with pytest.raises(UnsupportedCheckpointError, match=r"Git LFS pointers.*\n  - config\.json"):
-        import_hf(str(folder), str(tmp_path / "out"))
+        import_hf(folder, tmp_path / "out")
 
 
 def cache(folder: Path, source: Path, revisions: tuple[str, ...], main: str | None) -> Path:
@@ -119,19 +109,16 @@ def cache(folder: Path, source: Path, revisions: tuple[str, ...], main: str | No
 def test_the_root_of_a_cache_means_its_snapshot(main: str | None, cases: Path, tmp_path: Path) -> None:
     source = cases / "mixed_dtype_rounded" / "hf"
     root = cache(tmp_path, source, ("a1", "b2") if main else ("b2",), main)
-    assert same(there_and_back(root, tmp_path), model(source / "model.safetensors"))
+    oracle.assert_same(there_and_back(root, tmp_path), oracle.model(source))
     reference = ExportOptions(hf_config=str(root))
-    export_hf(str(tmp_path / "run"), str(tmp_path / "again"), reference)
+    export_hf(tmp_path / "run", tmp_path / "again", reference)
     for place in (root, root / "snapshots", f"{root}/snapshots/"):
         assert inspect_checkpoint(str(place)).location.path == f"{root}/snapshots/b2"
 
 
 def test_several_snapshots_without_a_main_one_are_named(cases: Path, tmp_path: Path) -> None:
     root = cache(tmp_path, cases / "mixed_dtype_rounded" / "hf", ("a1", "b2"), "gone")
-    for command in (
-        lambda: import_hf(str(root), str(tmp_path / "out")),
-        lambda: inspect_checkpoint(str(root)),
-    ):
+    for command in (lambda: import_hf(root, tmp_path / "out"), lambda: inspect_checkpoint(str(root))):
         with pytest.raises(UsageError, match=f"2 snapshots.*{root}/snapshots/a1, {root}/snapshots/b2"):
             command()
 
@@ -214,9 +201,9 @@ def with_files(cases: Path, folder: Path, names: list[str]) -> Path:
 
 def test_tokenizers_of_every_kind_are_carried_and_what_is_not_is_said(cases: Path, tmp_path: Path) -> None:
     source = with_files(cases, tmp_path / "hf", [*CARRIED, *LEFT, *WEIGHTS])
-    import_hf(str(source), str(tmp_path / "run"))
+    import_hf(source, tmp_path / "run")
     report = export_hf(
-        str(tmp_path / "run"), str(tmp_path / "back"), ExportOptions(hf_config=str(source), overwrite=True)
+        tmp_path / "run", tmp_path / "back", ExportOptions(hf_config=str(source), overwrite=True)
     )
     made = {str(p.relative_to(tmp_path / "back")) for p in (tmp_path / "back").rglob("*") if p.is_file()}
     assert made == {*CARRIED, "config.json", "model.safetensors"}
@@ -231,13 +218,13 @@ def test_an_output_with_a_folder_of_templates_is_replaced_and_found_finished(
 ) -> None:
     name = "additional_chat_templates/tool_use.jinja"
     source = with_files(cases, tmp_path / "hf", [name])
-    import_hf(str(source), str(tmp_path / "run"))
+    import_hf(source, tmp_path / "run")
     out = tmp_path / "back"
     again: tuple[dict[str, Any], ...] = ({}, {"overwrite": True}, {"resume": True})
     for number, more in enumerate(again):
         if number < 2:
             (source / name).write_text(f"template {number}")
-        export_hf(str(tmp_path / "run"), str(out), ExportOptions(hf_config=str(source), **more))
+        export_hf(tmp_path / "run", out, ExportOptions(hf_config=str(source), **more))
         assert (out / name).read_text() == f"template {min(number, 1)}"
     assert [p.name for p in out.parent.iterdir() if "partial" in p.name] == []
 
@@ -255,8 +242,8 @@ def test_code_goes_along_where_something_names_it(
         settings = json.loads(file.read_text()) if file.exists() else {}
         file.chmod(0o644) if file.exists() else None
         file.write_text(json.dumps(settings | {"auto_map": {"AutoTokenizer": "tokenization_own.Own"}}))
-    import_hf(str(source), str(tmp_path / "run"))
-    report = export_hf(str(tmp_path / "run"), str(tmp_path / "back"), ExportOptions(hf_config=str(source)))
+    import_hf(source, tmp_path / "run")
+    report = export_hf(tmp_path / "run", tmp_path / "back", ExportOptions(hf_config=str(source)))
     code = {path.name for path in (tmp_path / "back").glob("*.py")}
     assert code == ({"modeling_own.py", "tokenization_own.py"} if names_code else set())
     said = [note for note in report.notes if "not taken over" in note]
@@ -266,22 +253,22 @@ def test_code_goes_along_where_something_names_it(
 def test_a_pointer_is_not_taken_for_a_tokenizer(cases: Path, tmp_path: Path) -> None:
     """`tokenizer.json` of a large vocabulary is in LFS like weights, and a clone without them has its pointer."""
     source = with_files(cases, tmp_path / "hf", ["tokenizer.json"])
-    import_hf(str(source), str(tmp_path / "run"))
+    import_hf(source, tmp_path / "run")
     (source / "tokenizer.json").write_bytes(LFS)
     with pytest.raises(UnsupportedCheckpointError, match=r"Git LFS pointers.*\n  - tokenizer\.json"):
-        export_hf(str(tmp_path / "run"), str(tmp_path / "back"), ExportOptions(hf_config=str(source)))
+        export_hf(tmp_path / "run", tmp_path / "back", ExportOptions(hf_config=str(source)))
     assert not (tmp_path / "back").exists()
 
 
 def test_a_model_without_a_tokenizer_says_which_way_out_there_is(cases: Path, tmp_path: Path) -> None:
     source = with_files(cases, tmp_path / "hf", ["LICENSE"])
-    import_hf(str(source), str(tmp_path / "run"))
-    notes = export_hf(str(tmp_path / "run"), str(tmp_path / "a")).notes
+    import_hf(source, tmp_path / "run")
+    notes = export_hf(tmp_path / "run", tmp_path / "a").notes
     assert "no tokenizer was written; pass --hf-config DIR to take one over" in notes
     reference = ExportOptions(hf_config=str(source))
     assert (
         "no tokenizer was written; --hf-config has none"
-        in export_hf(str(tmp_path / "run"), str(tmp_path / "b"), reference).notes
+        in export_hf(tmp_path / "run", tmp_path / "b", reference).notes
     )
 
 

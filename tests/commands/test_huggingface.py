@@ -8,22 +8,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+import torch
+from safetensors.numpy import save_file
+from safetensors.torch import load_file
 
+from ckpt_tools import CkptError, ExportOptions, ImportOptions, TargetOptions, export_hf, import_hf
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.huggingface.export_hf import export_hf
-from ckpt_tools.commands.huggingface.export_source import ExportOptions
-from ckpt_tools.commands.huggingface.import_hf import ImportOptions, import_hf
-from ckpt_tools.errors import CkptError, MappingError, UsageError
-from ckpt_tools.formats.safetensors import read_safetensors_catalog
-from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
+from ckpt_tools.errors import MappingError, UsageError
 from ckpt_tools.model.choices import MegatronFormat
 from tests.commands import oracle
+from tests.commands.made import fsdp, hf
 from tests.conftest import DATA, REPO, fixture_dir
+from tests.folders import content
 from tests.megatron.huggingface.by_rules import DEEPSEEK, LLAMA, QWEN3_MOE, directory
 
+RUN = DATA / "core019_llama_tp2_fully_reshardable"
 GPT_OSS = {
     **LLAMA, "model_type": "gpt_oss", "num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 4,
     "layer_types": ["sliding_attention", "full_attention"], "rope_scaling": {"rope_type": "default"},
@@ -61,18 +61,6 @@ def model(name: str, folder: Path) -> dict[str, Any]:
     return tensors
 
 
-def tensors_of(folder: Path) -> dict[str, Any]:
-    read_safetensors_catalog(folder)
-    return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
-
-
-def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    assert ours.keys() == theirs.keys()
-    for key, array in theirs.items():
-        assert (ours[key].dtype, ours[key].shape) == (array.dtype, array.shape), key
-        assert ours[key].tobytes() == array.tobytes(), key
-
-
 @pytest.mark.parametrize("to", ["torch_dist", "fsdp_dtensor"])
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_there_and_back(name: str, to: MegatronFormat, tmp_path: Path) -> None:
@@ -83,13 +71,13 @@ def test_there_and_back(name: str, to: MegatronFormat, tmp_path: Path) -> None:
         if to == "fsdp_dtensor"
         else TargetOptions()
     )
-    import_hf(str(tmp_path / "hf"), str(tmp_path / "run"), ImportOptions(to=to, fsdp=rates))
+    import_hf(tmp_path / "hf", tmp_path / "run", ImportOptions(to=to, fsdp=rates))
     latest = (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text()
     assert latest == ("release" if to == "torch_dist" else "1")
     folder = tmp_path / "run" / ("release" if to == "torch_dist" else "iter_0000001")
     assert (folder / "metadata.json").exists() == (to == "torch_dist")
-    report = export_hf(str(tmp_path / "run"), str(tmp_path / "out"), ExportOptions(max_shard_bytes=2000))
-    assert_same(tensors_of(tmp_path / "out"), tensors)
+    report = export_hf(tmp_path / "run", tmp_path / "out", ExportOptions(max_shard_bytes=2000))
+    oracle.assert_same(oracle.model(tmp_path / "out"), oracle.model(tmp_path / "hf"))
     assert report.tensors == len(tensors)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     for key, value in CONFIGS[name].items():
@@ -104,78 +92,35 @@ def test_there_and_back(name: str, to: MegatronFormat, tmp_path: Path) -> None:
         assert data <= 2000 or list(index["weight_map"].values()).count(file) == 1
 
 
-def test_layers_of_falcon_h1_stand_alone(tmp_path: Path) -> None:
-    """Its stack writes them one by one, as those of every hybrid."""
-    model("falcon_h1", tmp_path / "hf")
-    import_hf(str(tmp_path / "hf"), str(tmp_path / "run"))
-    keys = oracle.tensors(tmp_path / "run" / "release")
-    assert {"decoder.layers.0.mamba_mixer.in_proj.weight.z", "decoder.layers.1.norm.weight"} <= keys.keys()
-    assert "decoder.layers.norm.weight" not in keys
-
-
-def truth_of(name: str) -> tuple[Path, dict[str, Any]]:
-    folder = fixture_dir(name)
-    truth = load_truth(folder / "truth.safetensors")
-    return folder / "checkpoint", truth
-
-
-def load_truth(path: Path) -> dict[str, Any]:
-    """Unsharded weights of a fixture under their live names, bfloat16 as its bits."""
-    import torch
-    from safetensors.torch import load_file as load_torch
-
-    found = {}
-    for key, tensor in load_torch(path).items():
-        if key.startswith("model/"):
-            raw = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
-            found[key.removeprefix("model/")] = raw.numpy()
-    return found
-
-
-def bits(folder: Path) -> dict[str, Any]:
-    """All tensors of a directory, bfloat16 as its bits."""
-    import torch
-    from safetensors.torch import load_file as load_torch
-
-    return {
-        key: (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-        for file in folder.glob("*.safetensors")
-        for key, tensor in load_torch(file).items()
-    }
-
-
 @pytest.mark.parametrize(
     "name",
     ["v011_dense_ms_tp2_dp1", "v013_dense_dpzero_tp2_dp2", "v014_dense_ms_tp2_dp2_te", "v016_dense_dpr_tp2_dp2",
      "v016_dense_weightsonly_tp2", "main_dense_dpr_pp2_vpp2_tied", "bridge_dense_fr_tp2_dp2"],
 )  # fmt: skip
-def test_real_checkpoints_against_their_truth(name: str, tmp_path: Path) -> None:
+def test_real_checkpoints_against_their_truth(name: str) -> None:
     """q, k, v, gate and up cut from the unsharded truth by hand; vocabulary rows; every name accounted for."""
-    source, truth = truth_of(name)
-    export_hf(str(source), str(tmp_path / "out"))
-    found = bits(tmp_path / "out")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    found, stored = oracle.model(hf(name)), load_file(fixture_dir(name) / "truth.safetensors")
+    truth = {key.removeprefix("model/"): tensor for key, tensor in stored.items() if key.startswith("model/")}
+    config = json.loads((hf(name) / "config.json").read_text())
     heads, groups, dim = (config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     rows = config["vocab_size"]
     expected = {"model.embed_tokens.weight": truth["embedding.word_embeddings.weight"][:rows]}
     if not config["tie_word_embeddings"]:
         expected["lm_head.weight"] = truth["output_layer.weight"][:rows]
     for layer in range(config["num_hidden_layers"]):
-        core, hf = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        core, name_of = f"decoder.layers.{layer}.", f"model.layers.{layer}."
         for leaf in ("weight", "bias"):
             qkv = truth.get(f"{core}self_attention.linear_qkv.{leaf}")
             if qkv is None:
                 continue
             blocks = qkv.reshape(groups, heads // groups + 2, dim, *qkv.shape[1:])
             for x, part in zip("qkv", (blocks[:, :-2], blocks[:, -2], blocks[:, -1]), strict=True):
-                expected[f"{hf}self_attn.{x}_proj.{leaf}"] = part.reshape(-1, *qkv.shape[1:])
-            gate, up = np.split(truth[f"{core}mlp.linear_fc1.{leaf}"], 2)
-            expected |= {f"{hf}mlp.gate_proj.{leaf}": gate, f"{hf}mlp.up_proj.{leaf}": up}
-            expected[f"{hf}self_attn.o_proj.{leaf}"] = truth[f"{core}self_attention.linear_proj.{leaf}"]
-            expected[f"{hf}mlp.down_proj.{leaf}"] = truth[f"{core}mlp.linear_fc2.{leaf}"]
-    assert {k for k in found if "norm" not in k} == expected.keys()
-    for key, array in expected.items():
-        assert found[key].tobytes() == array.tobytes(), key
+                expected[f"{name_of}self_attn.{x}_proj.{leaf}"] = part.reshape(-1, *qkv.shape[1:])
+            gate, up = truth[f"{core}mlp.linear_fc1.{leaf}"].chunk(2)
+            expected |= {f"{name_of}mlp.gate_proj.{leaf}": gate, f"{name_of}mlp.up_proj.{leaf}": up}
+            expected[f"{name_of}self_attn.o_proj.{leaf}"] = truth[f"{core}self_attention.linear_proj.{leaf}"]
+            expected[f"{name_of}mlp.down_proj.{leaf}"] = truth[f"{core}mlp.linear_fc2.{leaf}"]
+    oracle.assert_same({k: t for k, t in found.items() if "norm" not in k}, expected)
     assert {k for k in found if "norm" in k} == {"model.norm.weight"} | {
         f"model.layers.{i}.{n}_layernorm.weight"
         for i in range(config["num_hidden_layers"])
@@ -186,57 +131,40 @@ def test_real_checkpoints_against_their_truth(name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "name", ["core019_llama_tp2_fully_reshardable", "core019_gpt3_tp2_native_fsdp_dtensor"]
 )
-def test_transformers_loads_what_real_training_wrote(name: str, tmp_path: Path) -> None:
+def test_transformers_loads_what_real_training_wrote(name: str) -> None:
     transformers = pytest.importorskip(
         "transformers", reason="the optional peer transformers is not installed"
     )
-    export_hf(str(fixture_dir(name)), str(tmp_path / "out"))
-    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", output_loading_info=True
-    )
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(hf(name), output_loading_info=True)
     assert not any(info.values()), info
-    import torch
-
-    for key, array in bits(tmp_path / "out").items():
-        tensor = loaded.get_parameter(key).bfloat16().view(torch.uint16)
-        assert tensor.numpy().tobytes() == array.tobytes(), key
+    for key, tensor in oracle.model(hf(name)).items():
+        assert oracle.same_bytes(loaded.get_parameter(key).detach().bfloat16(), tensor), key
 
 
-def test_both_formats_of_one_run_export_the_same_model(tmp_path: Path) -> None:
+def test_both_formats_of_one_run_export_the_same_model() -> None:
     """The torch_dist checkpoint, and the fsdp_dtensor one converted from it: equal files to the last byte."""
-    source = DATA / "core019_llama_tp2_fully_reshardable"
-    assert run(["convert", str(source), str(tmp_path / "fsdp"), "-q"]) == 0
-    export_hf(str(source), str(tmp_path / "a"))
-    export_hf(str(tmp_path / "fsdp"), str(tmp_path / "b"))
-    for name in ("model.safetensors", "config.json"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert content(hf(fsdp(RUN.name))) == content(hf(RUN.name))
 
 
 def test_two_processes_write_the_same_bytes(tmp_path: Path) -> None:
-    source = DATA / "core019_llama_tp2_fully_reshardable"
-    export_hf(str(source), str(tmp_path / "one"), ExportOptions(max_shard_bytes=20_000))
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ckpt_tools",
-               "export-hf", str(source), str(tmp_path / "two"), "--max-shard-size", "20KB", "-q"]  # fmt: skip
+               "export-hf", str(RUN), str(tmp_path / "two"), "--max-shard-size", "20KB", "-q"]  # fmt: skip
     done = subprocess.run([sys.executable, *command], cwd=REPO, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    one, two = ({p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in ("one", "two"))
-    assert one == two and len(one) > 4
+    one = content(hf(RUN.name, max_shard_bytes=20_000))
+    assert one == content(tmp_path / "two") and len(one) > 4
 
 
 def test_norms_are_shifted_once_in_float32_and_the_loss_is_told(tmp_path: Path) -> None:
     """A Gemma whose Megatron stores 1 + w in bfloat16: HF gets (1 + w) - 1, rounded once."""
-    import torch
-
     tensors = model("gemma", tmp_path / "hf")
-    import_hf(str(tmp_path / "hf"), str(tmp_path / "run"), ImportOptions(dtype="bfloat16"))
+    import_hf(tmp_path / "hf", tmp_path / "run", ImportOptions(dtype="bfloat16"))
     common = tmp_path / "run" / "release" / "common.pt"
     state = torch.load(common, weights_only=False)
     state["args"].layernorm_zero_centered_gamma = state["args"].apply_layernorm_1p = False
     torch.save(state, common)
-    report = export_hf(str(tmp_path / "run"), str(tmp_path / "out"))
-    from safetensors.torch import load_file as load_torch
-
-    found = load_torch(tmp_path / "out" / "model.safetensors")
+    report = export_hf(tmp_path / "run", tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
     for key, array in tensors.items():
         want = torch.from_numpy(array).bfloat16()
         if "norm" in key:
@@ -258,8 +186,8 @@ def test_assets_and_reference(tmp_path: Path) -> None:
         (tmp_path / "hf" / name).write_text(name)
     config = {**LLAMA, "bos_token_id": 7, "max_position_embeddings": 99}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
-    import_hf(str(tmp_path / "hf"), str(tmp_path / "run"))
-    export_hf(str(tmp_path / "run"), str(tmp_path / "out"), ExportOptions(hf_config=str(tmp_path / "hf")))
+    import_hf(tmp_path / "hf", tmp_path / "run")
+    export_hf(tmp_path / "run", tmp_path / "out", ExportOptions(hf_config=str(tmp_path / "hf")))
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {
         "config.json",
@@ -275,13 +203,13 @@ def test_assets_and_reference(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
 def test_a_folder_in_the_place_of_a_file_is_named(name: str, tmp_path: Path) -> None:
     model("llama", tmp_path / "hf")
-    import_hf(str(tmp_path / "hf"), str(tmp_path / "run"))
+    import_hf(tmp_path / "hf", tmp_path / "run")
     (tmp_path / "hf" / name).unlink(missing_ok=True)
     (tmp_path / "hf" / name).mkdir()
     with pytest.raises(
         CkptError, match=f"{name} is a folder, where a file is expected. Move it away"
     ) as caught:
-        export_hf(str(tmp_path / "run"), str(tmp_path / "out"), ExportOptions(hf_config=str(tmp_path / "hf")))
+        export_hf(tmp_path / "run", tmp_path / "out", ExportOptions(hf_config=str(tmp_path / "hf")))
     assert caught.value.exit_code in (3, 4) and not (tmp_path / "out").exists()
 
 
@@ -294,10 +222,10 @@ def test_a_tied_head_must_be_the_embedding(tmp_path: Path) -> None:
         save_file({**tensors, "lm_head.weight": head}, tmp_path / "hf" / "model.safetensors")
         run_dir = tmp_path / f"run{changed}"
         if not changed:
-            import_hf(str(tmp_path / "hf"), str(run_dir))
+            import_hf(tmp_path / "hf", run_dir)
             continue
         with pytest.raises(MappingError, match=r"lm_head.weight differs from model.embed_tokens.weight at"):
-            import_hf(str(tmp_path / "hf"), str(run_dir))
+            import_hf(tmp_path / "hf", run_dir)
         assert not run_dir.exists()
 
 
@@ -306,13 +234,13 @@ def test_nothing_is_written_when_something_is_wrong(tmp_path: Path) -> None:
     del tensors["model.layers.0.mlp.experts.1.down_proj.weight"]
     save_file(tensors, tmp_path / "hf" / "model.safetensors")
     with pytest.raises(MappingError, match=r"experts.1.down_proj.weight \[12, 6\] is missing"):
-        import_hf(str(tmp_path / "hf"), str(tmp_path / "run"))
+        import_hf(tmp_path / "hf", tmp_path / "run")
     assert not (tmp_path / "run").exists()
     source = fixture_dir("core019_moe_ep2_fully_reshardable")  # GLM-4.5 but for its small shared expert
     with pytest.raises(
         MappingError, match="a shared expert of 24 is not a multiple of the experts' 48"
     ) as caught:
-        export_hf(str(source), str(tmp_path / "out"))
+        export_hf(source, tmp_path / "out")
     assert str(caught.value).startswith(
         "config.json of a Glm4MoeForCausalLM cannot say it:\n"
         "  - n_shared_experts, for moe_shared_expert_intermediate_size 24: "
@@ -329,12 +257,12 @@ def test_a_shared_expert_of_a_size_of_its_own(tmp_path: Path) -> None:
         "{family: mine, architecture: MineForCausalLM, model_type: mine, like: glm4_moe, "
         f"fields: {{n_shared_experts: null, {size}}}}}"
     )
-    export_hf(str(source), str(tmp_path / "hf"), ExportOptions(rules=rules, dtype="float32"))
+    export_hf(source, tmp_path / "hf", ExportOptions(rules=rules, dtype="float32"))
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["shared_expert_intermediate_size"] == 24 and "n_shared_experts" not in config
-    import_hf(str(tmp_path / "hf"), str(tmp_path / "run"), ImportOptions(rules=rules))
-    export_hf(str(tmp_path / "run"), str(tmp_path / "again"), ExportOptions(rules=rules, dtype="float32"))
-    assert_same(tensors_of(tmp_path / "again"), tensors_of(tmp_path / "hf"))
+    import_hf(tmp_path / "hf", tmp_path / "run", ImportOptions(rules=rules))
+    export_hf(tmp_path / "run", tmp_path / "again", ExportOptions(rules=rules, dtype="float32"))
+    oracle.assert_same(oracle.model(tmp_path / "again"), oracle.model(tmp_path / "hf"))
 
 
 @pytest.mark.parametrize(
@@ -344,7 +272,7 @@ def test_a_shared_expert_of_a_size_of_its_own(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_impossible_options(options: ExportOptions, error: type[CkptError], tmp_path: Path) -> None:
     with pytest.raises(error):
-        export_hf(str(DATA / "core019_llama_tp2_fully_reshardable"), str(tmp_path / "out"), options)
+        export_hf(RUN, tmp_path / "out", options)
     assert not (tmp_path / "out").exists()
 
 
@@ -364,13 +292,13 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(capsys.readouterr().out)
     assert (report["source_format"], report["output_format"]) == ("fsdp_dtensor", "hf")
     assert (report["loader"], report["architecture"]) == ("transformers", "LlamaForCausalLM")
-    assert {array.dtype for array in tensors_of(Path(out)).values()} == {np.dtype(np.float16)}
+    assert {tensor.dtype for tensor in oracle.model(Path(out)).values()} == {torch.float16}
     assert run(["export-hf", run_dir, out, "-q"]) == 2  # the output is not empty
 
 
 def test_convert_to_hf_is_export_hf(tmp_path: Path) -> None:
     """The same bytes, and the same report but for the place and what was measured."""
-    source, reports = str(DATA / "core019_llama_tp2_fully_reshardable"), []
+    source, reports = str(RUN), []
     for words in (["export-hf", source, "a"], ["convert", source, "b", "--to", "hf"]):
         words[2], file = str(tmp_path / words[2]), tmp_path / "report.json"
         assert (
@@ -382,5 +310,5 @@ def test_convert_to_hf_is_export_hf(tmp_path: Path) -> None:
         del report["output"]
         reports.append(report)
     assert reports[0] == reports[1]
-    made = [{p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("a", "b")]
+    made = [content(tmp_path / name) for name in ("a", "b")]
     assert made[0] == made[1] and "model.safetensors.index.json" in made[0]

@@ -11,20 +11,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpt_tools.commands.check.diff import diff_checkpoints
-from ckpt_tools.commands.convert.to_torch_dist import convert_to_torch_dist
-from ckpt_tools.commands.huggingface.export_hf import export_hf
-from ckpt_tools.commands.huggingface.export_source import ExportOptions
-from ckpt_tools.commands.huggingface.import_hf import ImportOptions, import_hf
+from ckpt_tools import (
+    ExportOptions,
+    ImportOptions,
+    TargetOptions,
+    convert_to_torch_dist,
+    diff_checkpoints,
+    export_hf,
+    import_hf,
+)
 from ckpt_tools.errors import MappingError
-from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.dtypes import Form
 from ckpt_tools.model.kernels.casts import bfloat16_to_float32
 from ckpt_tools.model.kernels.kernel import AddNumber
 from tests.commands import oracle
 from tests.megatron.huggingface.by_rules import directory
-from tests.megatron.huggingface.test_hybrids import MAMBA2, NEMOTRON_3, NEMOTRON_H, QWEN3_5, QWEN3_NEXT
+from tests.megatron.huggingface.released import MAMBA2, NEMOTRON_3, NEMOTRON_H, QWEN3_5, QWEN3_NEXT
 
 NORM = "model.layers.0.linear_attn.norm.weight"
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -55,18 +58,15 @@ def model(folder: Path, config: dict[str, Any], **changed: torch.Tensor) -> dict
 def test_bits_come_back_from_both_formats(name: str, tp: int, tmp_path: Path) -> None:
     """Megatron-FSDP packs projections by tensor-parallel rank; the file beside a checkpoint says for how many."""
     source = model(tmp_path / "hf", CONFIGS[name])
-    import_hf(str(tmp_path / "hf"), str(tmp_path / "run"))
+    import_hf(tmp_path / "hf", tmp_path / "run")
     weights = ImportOptions(to="fsdp_dtensor", fsdp=TargetOptions(fresh_optimizer=False, tp=tp))
-    import_hf(str(tmp_path / "hf"), str(tmp_path / "fsdp"), weights)
-    convert_to_torch_dist(str(tmp_path / "fsdp"), str(tmp_path / "again"))
+    import_hf(tmp_path / "hf", tmp_path / "fsdp", weights)
+    convert_to_torch_dist(tmp_path / "fsdp", tmp_path / "again")
     for kept in ("run", "fsdp", "again"):
-        export_hf(
-            str(tmp_path / kept), str(tmp_path / f"of {kept}"), ExportOptions(hf_config=str(tmp_path / "hf"))
-        )
+        export_hf(tmp_path / kept, tmp_path / f"of {kept}", ExportOptions(hf_config=str(tmp_path / "hf")))
         found = load_file(tmp_path / f"of {kept}" / "model.safetensors")
-        assert found.keys() == source.keys()
-        assert [key for key in found if not oracle.same_bytes(found[key], source[key])] == []
-    assert diff_checkpoints(str(tmp_path / "hf"), str(tmp_path / "run")).is_equal
+        oracle.assert_same(found, source)
+    assert diff_checkpoints(tmp_path / "hf", tmp_path / "run").is_equal
 
 
 @pytest.mark.parametrize("to", ["torch_dist", "fsdp_dtensor"])
@@ -75,7 +75,7 @@ def test_there_are_no_local_modules_of_them(name: str, to: Any, tmp_path: Path) 
     model(tmp_path / "hf", CONFIGS[name])
     local = ImportOptions(to=to, layer_spec="local", fsdp=TargetOptions(fresh_optimizer=False))
     with pytest.raises(MappingError, match="--layer-spec local: Megatron builds the layers of"):
-        import_hf(str(tmp_path / "hf"), str(tmp_path / "run"), local)
+        import_hf(tmp_path / "hf", tmp_path / "run", local)
     assert not (tmp_path / "run").exists()
 
 
@@ -83,7 +83,7 @@ def test_a_norm_is_stored_as_weight_minus_one(tmp_path: Path) -> None:
     """Rounded once, and what that cost is counted: numbers below a half lose bits."""
     weight = torch.tensor([1.0, 0.5, 1.9921875, 0.1, 0.30078125]).bfloat16()
     model(tmp_path / "hf", QWEN3_NEXT, **{NORM: weight})
-    report = import_hf(str(tmp_path / "hf"), str(tmp_path / "run"))
+    report = import_hf(tmp_path / "hf", tmp_path / "run")
     (note,) = (note for note in report.notes if "was added" in note)
     norm = "decoder.layers.0.self_attention.out_norm.weight"
     assert note.startswith("-1 was added to 6 norms in float32") and f"most of them (1) in {norm}" in note

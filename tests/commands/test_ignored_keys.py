@@ -5,42 +5,39 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
+from ckpt_tools import (
+    ConvertOptions,
+    DiffOptions,
+    ExportOptions,
+    Layout,
+    Topology,
+    ToTorchDistOptions,
+    convert_to_fsdp_dtensor,
+    convert_to_torch_dist,
+    diff_checkpoints,
+    export_hf,
+    modify_state_dict,
+    plan_checkpoint,
+)
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.check.diff import diff_checkpoints
-from ckpt_tools.commands.convert.options import ConvertOptions
-from ckpt_tools.commands.convert.plan import plan_checkpoint
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
-from ckpt_tools.commands.edit.modify import modify_state_dict
-from ckpt_tools.commands.huggingface.export_hf import export_hf
-from ckpt_tools.commands.huggingface.export_source import ExportOptions
-from ckpt_tools.commands.job.placements import Layout
 from ckpt_tools.errors import MappingError
-from ckpt_tools.sharding.topology import Topology
-from ckpt_tools.verify.compare.differences import DiffOptions
 from tests.cases import cases as cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
+from tests.commands.made import fsdp, hf, torch_dist
 
 GLOB = "*quantizer*"
 
 
 def converted(source: Path, output: Path, *globs: str) -> tuple[str, ...]:
-    return convert_to_fsdp_dtensor(str(source), str(output), ConvertOptions(ignore_keys=globs)).dropped
-
-
-def assert_same(a: Path, b: Path) -> None:
-    one, other = oracle.tensors(a), oracle.tensors(b)
-    assert one.keys() == other.keys()
-    assert [key for key in one if not oracle.same_bytes(one[key], other[key])] == []
+    return convert_to_fsdp_dtensor(source, output, ConvertOptions(ignore_keys=globs)).dropped
 
 
 @pytest.fixture(scope="module")
 def without(cases: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same checkpoint that never had quantizers."""
     folder = tmp_path_factory.mktemp("without") / "plain"
-    modify_state_dict(str(cases / "quantizer_keys"), str(folder), ["remove quantizer"])
+    modify_state_dict(cases / "quantizer_keys", folder, ["remove quantizer"])
     assert not any("quantizer" in key for key in oracle.metadata(folder).state_dict_metadata)
     return folder
 
@@ -48,8 +45,7 @@ def without(cases: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_to_fsdp_dtensor(cases: Path, without: Path, tmp_path: Path) -> None:
     dropped = converted(cases / "quantizer_keys", tmp_path / "out", GLOB)
     assert sum(line.endswith("_amax: --ignore-keys") for line in dropped) == 4
-    converted(without, tmp_path / "truth")
-    assert_same(tmp_path / "out", tmp_path / "truth")
+    oracle.assert_same(tmp_path / "out", fsdp(without))
 
 
 @pytest.mark.parametrize("swapped", [False, True])
@@ -76,37 +72,32 @@ def test_diff_with_an_export_leaves_out_what_the_export_did(
 def test_export(dtype: str | None, cases: Path, without: Path, tmp_path: Path) -> None:
     source = str(cases / "quantizer_keys")
     with pytest.raises(MappingError, match="quantizer"):
-        export_hf(source, str(tmp_path / "out"), ExportOptions(dtype=dtype))
-    report = export_hf(source, str(tmp_path / "out"), ExportOptions(ignore_keys=(GLOB,), dtype=dtype))
+        export_hf(source, tmp_path / "out", ExportOptions(dtype=dtype))
+    report = export_hf(source, tmp_path / "out", ExportOptions(ignore_keys=(GLOB,), dtype=dtype))
     reasons = [line.partition(": ")[2] for line in report.dropped]
     assert reasons.count("--ignore-keys") == 4
     assert len(reasons) == 5  # and the folder of ModelOpt's state
-    export_hf(str(without), str(tmp_path / "truth"), ExportOptions(dtype=dtype))
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "truth"))
-    assert one.keys() == other.keys() and all(oracle.same_bytes(one[key], other[key]) for key in one)
+    oracle.assert_same(oracle.model(tmp_path / "out"), oracle.model(hf(without, dtype=dtype)))
 
 
 def test_the_way_back_and_a_new_layout(cases: Path, without: Path, tmp_path: Path) -> None:
-    converted(cases / "quantizer_keys", tmp_path / "with")
-    converted(without, tmp_path / "plain")
-    assert any("quantizer" in key for key in oracle.tensors(tmp_path / "with"))
+    source = fsdp(cases / "quantizer_keys")
+    assert any("quantizer" in key for key in oracle.tensors(source))
     options = ToTorchDistOptions(ignore_keys=(GLOB,))
-    report = convert_to_torch_dist(str(tmp_path / "with"), str(tmp_path / "back"), options)
+    report = convert_to_torch_dist(source, tmp_path / "back", options)
     assert sum(line.endswith(": --ignore-keys") for line in report.dropped) == 8
-    convert_to_torch_dist(str(tmp_path / "plain"), str(tmp_path / "truth"))
-    assert_same(tmp_path / "back", tmp_path / "truth")
+    oracle.assert_same(tmp_path / "back", torch_dist(fsdp(without)))
     layout = Layout("mfsdp-v1", Topology(dp_shard=2))
     again = ConvertOptions(ignore_keys=(GLOB,), layout=layout)
-    dropped = convert_to_fsdp_dtensor(str(tmp_path / "with"), str(tmp_path / "again"), again).dropped
+    dropped = convert_to_fsdp_dtensor(source, tmp_path / "again", again).dropped
     assert sum(line.endswith(": --ignore-keys") for line in dropped) == 8
-    plain = ConvertOptions(layout=layout)
-    convert_to_fsdp_dtensor(str(tmp_path / "plain"), str(tmp_path / "plain again"), plain)
-    assert_same(tmp_path / "again", tmp_path / "plain again")
+    convert_to_fsdp_dtensor(fsdp(without), tmp_path / "truth", ConvertOptions(layout=layout))
+    oracle.assert_same(tmp_path / "again", tmp_path / "truth")
 
 
 def test_a_plan_leaves_them_out(cases: Path) -> None:
     options = ConvertOptions(ignore_keys=(GLOB,))
-    report = plan_checkpoint(str(cases / "quantizer_keys"), Layout("mfsdp-v1", Topology(dp_shard=2)), options)
+    report = plan_checkpoint(cases / "quantizer_keys", Layout("mfsdp-v1", Topology(dp_shard=2)), options)
     assert not any("quantizer" in item.key for item in report.items())
 
 

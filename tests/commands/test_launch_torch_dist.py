@@ -18,8 +18,7 @@ from ckpt_tools.verify.readiness.job import VERSIONS, Job, parse_command
 from tests.conftest import DATA, fixture_dir
 from tests.folders import root_of
 from tests.megatron.huggingface.by_rules import directory, imported
-from tests.megatron.huggingface.test_popular_configs import POPULAR, SIZES
-from tests.megatron.huggingface.test_released_configs import RELEASED
+from tests.megatron.huggingface.released import DENSE, POPULAR
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
 NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
@@ -121,10 +120,10 @@ def _stored(job: Job) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("program", ["core-0.16", "main"])
-@pytest.mark.parametrize("name", [*POPULAR, *RELEASED])
+@pytest.mark.parametrize("name", [*POPULAR, *DENSE])
 def test_an_imported_model_has_the_arguments_that_its_job_stores(name: str, program: str) -> None:
     """All of them, as the parser of the program gives them: a strict start compares some, the run uses the others."""
-    config = RELEASED.get(name) or (POPULAR[name] if name == "gpt2" else {**SIZES, **POPULAR[name]})
+    config = {**POPULAR, **DENSE}[name]
     args = imported(config, directory(config))[0].args
     facts = Facts("torch_dist", Job(program=program), args)
     if unsaid(facts):

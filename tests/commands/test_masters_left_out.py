@@ -10,11 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 
+from ckpt_tools import ExportOptions, export_hf, merge_adapter, strip_checkpoint
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.adapters.merge_adapter import merge_adapter
-from ckpt_tools.commands.edit.strip import strip_checkpoint
-from ckpt_tools.commands.huggingface.export_hf import export_hf
-from ckpt_tools.commands.huggingface.export_source import ExportOptions
 from ckpt_tools.errors import CorruptCheckpointError, VerificationError
 from ckpt_tools.megatron.keys import bucket_key
 from tests.commands.test_diff_weights import FC2, LLAMA, NAN, ZERO, damaged, filled
@@ -130,10 +127,7 @@ def saved(folder: Path, weights: dict[str, torch.Tensor], masters: list[torch.Te
     """A plain state dict of a mixed-precision job, masters beside a numbering optimizer."""
     states = {i: {"exp_avg": torch.zeros_like(master)} for i, master in enumerate(masters)}
     groups = [{"lr": 0.1, "params": list(states)}]
-    optimizer = {
-        "optimizer": {"state": states, "param_groups": groups},
-        "fp32_from_fp16_params": [masters],
-    }
+    optimizer = {"optimizer": {"state": states, "param_groups": groups}, "fp32_from_fp16_params": [masters]}
     dcp.save({"model": weights, "optimizer": optimizer}, checkpoint_id=folder, no_dist=True)
     return folder
 

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from ckpt_tools import ExportOptions, MergeOptions, export_hf, merge_adapter
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.adapters.merge_adapter import MergeOptions, merge_adapter
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
-from ckpt_tools.commands.edit.strip import strip_checkpoint
-from ckpt_tools.commands.huggingface.export_hf import export_hf
-from ckpt_tools.commands.huggingface.export_source import ExportOptions
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.run import WriteOptions
-from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from ckpt_tools.model.box import Box
 from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
+from tests.commands.made import fsdp, hf, stripped, torch_dist
 from tests.conftest import DATA, fixture_dir
 from tests.damage import ITERATION
 from tests.folders import is_sound
@@ -72,20 +65,6 @@ def test_parts_are_added_to_masters_and_weights_are_their_rounding(
     assert any("scale 2 (alpha 6, by run_config.yaml)" in note for note in report.notes)
 
 
-def test_workers_write_the_same(tmp_path: Path) -> None:
-    """All of them read base and adapter through what was opened before the fork."""
-    adapter, outputs = lora().save(tmp_path / "adapter"), [tmp_path / "one", tmp_path / "three"]
-    merge_adapter(str(RUN), str(adapter), str(outputs[0]))
-    words = [sys.executable, "-m", "ckpt_tools", "merge-adapter", str(RUN), str(adapter), str(outputs[1])]
-    done = subprocess.run([*words, "--workers", "3"], capture_output=True, text=True, check=True)
-    assert " 3 process(es)" in done.stdout
-    one, three = (
-        {file.relative_to(place): file.read_bytes() for file in place.rglob("*") if file.is_file()}
-        for place in outputs
-    )
-    assert one == three
-
-
 def bfloat16_sum(weight: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     """The exact sum in bfloat16: a double that float32 does not hold is halfway to no bfloat16."""
     exact = weight.double() + delta
@@ -97,15 +76,14 @@ def bfloat16_sum(weight: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     return torch.where(above, up, torch.where(below, down, near)).bfloat16()
 
 
-def weights_only(tmp_path: Path) -> Path:
-    strip_checkpoint(str(RUN), str(tmp_path / "weights"))
-    return tmp_path / "weights"
+def weights_only() -> Path:
+    return stripped(RUN.name).parent
 
 
 @pytest.mark.parametrize("memory", [1 << 20, 96 << 20])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 def test_without_masters_the_sum_is_rounded_once(dtype: torch.dtype, memory: int, tmp_path: Path) -> None:
-    made, base = lora(dtype=dtype, alpha=0.7), weights_only(tmp_path)
+    made, base = lora(dtype=dtype, alpha=0.7), weights_only()
     options = MergeOptions(write=WriteOptions(memory_bytes=memory))
     report = merge_adapter(str(base), str(made.save(tmp_path / "adapter")), str(tmp_path / "out"), options)
     before, after = oracle.tensors(base / ITERATION), oracle.tensors(tmp_path / "out" / ITERATION)
@@ -134,36 +112,29 @@ def wrapped(base: Path, made: AdapterFolder, place: Path, to_wrap: bool) -> Path
 
 @pytest.mark.parametrize("to_wrap", [True, False])
 def test_a_wrapped_checkpoint_merges_by_itself(to_wrap: bool, tmp_path: Path) -> None:
-    made, base = lora(tp=2), weights_only(tmp_path)
+    made, base = lora(tp=2), weights_only()
     apart, together = tmp_path / "apart", tmp_path / "together"
     merge_adapter(str(base), str(made.save(tmp_path / "adapter")), str(apart))
     merge_adapter(str(wrapped(base, made, tmp_path / "wrapped", to_wrap)), None, str(together))
     found, expected = oracle.tensors(together), oracle.tensors(apart / ITERATION)
-    assert found.keys() == expected.keys()
-    for key, tensor in expected.items():
-        assert oracle.same_bytes(found[key], tensor), key
+    oracle.assert_same(found, expected)
 
 
 def test_masters_in_the_place_of_weights_are_merged_as_such(tmp_path: Path) -> None:
     """fsdp_dtensor from fsdp_dtensor: fp32 sums. Converted back it is what a torch_dist base gives."""
     made = canonical(tp=2)
     adapter = str(made.save(tmp_path / "adapter"))
-    convert_to_fsdp_dtensor(str(RUN), str(tmp_path / "fsdp"))
-    report = merge_adapter(str(tmp_path / "fsdp"), adapter, str(tmp_path / "merged"))
+    base = fsdp(RUN.name)
+    report = merge_adapter(str(base.parent), adapter, str(tmp_path / "merged"))
     assert report.masters.use == "merged" and is_sound(tmp_path / "merged")
     merge_adapter(str(RUN), adapter, str(tmp_path / "out"))
-    before = oracle.tensors(tmp_path / "fsdp" / ITERATION)
+    before = oracle.tensors(base)
     after = oracle.tensors(tmp_path / "merged" / ITERATION)
     key = "model.module.decoder.layers.1.self_attention.linear_proj.weight"
     expected = (before[key].double() + made.delta(PROJ)[1]).float()
     assert oracle.same_bytes(after[key], expected)
     assert not [key for key in after if key.startswith("optimizer.")]
-    options = ToTorchDistOptions(target=TorchDistOptions(weights_only=True))
-    convert_to_torch_dist(str(tmp_path / "merged"), str(tmp_path / "back"), options)
-    found, expected_all = (oracle.tensors(tmp_path / name / ITERATION) for name in ("back", "out"))
-    assert found.keys() == expected_all.keys()
-    for name, tensor in expected_all.items():
-        assert oracle.same_bytes(found[name], tensor), name
+    oracle.assert_same(torch_dist(tmp_path / "merged", weights_only=True), tmp_path / "out")
 
 
 MOE = fixture_dir("core019_moe_ep2_fully_reshardable")
@@ -195,7 +166,7 @@ def test_halves_of_an_fc1_without_a_gate_belong_together_again(tp: int, tmp_path
     made = AdapterFolder(tp=tp, gated=False)
     made.add(FC1, (2,), 128, 32)
     adapter = str(made.save(tmp_path / "adapter"))
-    base = weights_only(tmp_path)
+    base = weights_only()
     merge_adapter(str(base), adapter, str(tmp_path / "out"))
     before, after = oracle.tensors(base / ITERATION), oracle.tensors(tmp_path / "out" / ITERATION)
     key = "decoder.layers.mlp.linear_fc1.weight"
@@ -205,7 +176,7 @@ def test_halves_of_an_fc1_without_a_gate_belong_together_again(tp: int, tmp_path
 @pytest.mark.parametrize("form", ["fsdp_dtensor", "nemo"])
 def test_other_writers_names_are_understood(form: str, tmp_path: Path) -> None:
     """Megatron-FSDP names layers one by one behind wrappers and cuts rows; NeMo 2 has `module.` and `weights/`."""
-    made, base = canonical(rank=4), weights_only(tmp_path)
+    made, base = canonical(rank=4), weights_only()
     folder = DcpFolder(tmp_path / "adapter" / ("weights" if form == "nemo" else ""))
     for module, pair in made.matrices.items():
         for side, whole in zip(("in", "out"), pair, strict=True):
@@ -231,7 +202,7 @@ def test_other_writers_names_are_understood(form: str, tmp_path: Path) -> None:
 
 
 def test_weights_that_the_adapter_holds_whole_are_taken(tmp_path: Path) -> None:
-    made, base = lora(), weights_only(tmp_path)
+    made, base = lora(), weights_only()
     folder = DcpFolder(tmp_path / "adapter")
     made.fill(folder)
     head = torch.randn((224, 32), generator=torch.Generator().manual_seed(4)).bfloat16()
@@ -361,15 +332,16 @@ def test_adapters_of_experts_that_were_not_all_saved_are_refused(ep: int, tmp_pa
 
 def test_other_pairs_are_refused_with_the_way_that_works(tmp_path: Path) -> None:
     adapter = lora().save(tmp_path / "lora")
-    export_hf(str(RUN), str(tmp_path / "hf"))
-    export_hf(str(adapter), str(tmp_path / "peft"), ExportOptions(peft=True, hf_config=str(tmp_path / "hf")))
-    hf, peft = tmp_path / "hf", tmp_path / "peft"
-    for base, given in ((RUN, peft), (hf, peft), (hf, adapter), (hf, None)):
+    model, peft = hf(RUN.name), tmp_path / "peft"
+    export_hf(adapter, peft, ExportOptions(peft=True, hf_config=str(model)))
+    for base, given in ((RUN, peft), (model, peft), (model, adapter), (model, None)):
         text = refused(UnsupportedCheckpointError, base, given, tmp_path)
         assert "import-hf HF OUT --adapter" in text and "merge_and_unload" in text
     assert "name its adapter behind it" in refused(UnsupportedCheckpointError, RUN, None, tmp_path)
     assert "holds no low-rank adapter" in refused(UnsupportedCheckpointError, RUN, RUN, tmp_path)
-    assert "is a Hugging Face model, not an adapter" in refused(UnsupportedCheckpointError, RUN, hf, tmp_path)
+    assert "is a Hugging Face model, not an adapter" in refused(
+        UnsupportedCheckpointError, RUN, model, tmp_path
+    )
     with pytest.raises(UsageError, match="overlap"):
         merge_adapter(str(RUN), str(adapter), str(adapter / "out"))
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 
 import numpy as np
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.job.outputs import object_archives
 from ckpt_tools.formats.torch_archive.item_reader import StoredTensor
 from ckpt_tools.formats.torch_archive.object_writer import dump_archive
 from ckpt_tools.model.target import TargetObject
+from tests.commands import oracle
 from tests.commands.rewritten import read, write
 from tests.conftest import fixture_dir
 
@@ -29,15 +28,6 @@ ODD = {
     "text \ud800": "value \udfff",
     "plain": [1, True, 1.0, None],
 }
-
-
-def stock_object(folder, key):
-    """An object as torch's own reader gives it."""
-    metadata = FileSystemReader(folder).read_metadata()
-    (info,) = [i for index, i in metadata.storage_data.items() if index.fqn == key]
-    with open(folder / info.relative_path, "rb") as file:
-        file.seek(info.offset)
-        return torch.load(io.BytesIO(file.read(info.length)), weights_only=False)
 
 
 def same(found, expected=ODD):
@@ -68,12 +58,12 @@ def test_every_command_takes_them(protocol, tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     assert run(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "-q", "--json"]) == 1
     assert {t["key"] for t in json.loads(capsys.readouterr().out)["tensors"]} == {"w \udc80", "kept \udc80"}
-    assert same(vars(stock_object(tmp_path / "b", "o \ud800")))
+    assert same(vars(oracle.item(tmp_path / "b", "o \ud800")))
 
 
 def test_a_conversion_carries_them(tmp_path):
     """As arguments of the training job, there and back."""
-    parts = read(folder_of(fixture_dir(LLAMA)))
+    parts = read(oracle.files_of(fixture_dir(LLAMA)))
     parts.args["odd"] = ODD
     save = torch.save
     with pytest.MonkeyPatch.context() as patch:
@@ -84,16 +74,8 @@ def test_a_conversion_carries_them(tmp_path):
     assert run(["diff", str(source), str(there)]) == 0
     assert run(["verify", str(there), "--content"]) == 0
     assert run(["convert", str(there), str(back), "-q", "--to", "torch_dist"]) == 0
-    assert same(stock_object(folder_of(there), "args").odd)
-    assert same(stock_object(folder_of(back), "common_state/shard_0_1")[0]["args"].odd)
-
-
-def folder_of(root):
-    return next(
-        path.parent
-        for path in sorted(root.rglob(".metadata"))
-        if path.parent.name != "param_to_param_group_map"
-    )
+    assert same(oracle.item(oracle.files_of(there), "args").odd)
+    assert same(oracle.item(oracle.files_of(back), "common_state/shard_0_1")[0]["args"].odd)
 
 
 def test_values_that_read_alike_are_not_taken_for_one_another():

@@ -9,17 +9,15 @@ import argparse
 import random
 import shutil
 import subprocess
-import warnings
 
 import pytest
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.formats.locate.detect import METADATA_JSON_TEXT
 from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
-from tests.commands.rewritten import Parts, read, write
+from tests.commands.rewritten import Parts, read, saved, write
 from tests.conftest import fixture_dir
 from tests.folders import content
 
@@ -56,13 +54,7 @@ def stored(name):
     plain = {k: v for k, v in vars(values["args"]).items() if isinstance(v, bool | int | float | str | None)}
     values["args"], tensors = argparse.Namespace(**plain), oracle.tensors(folder)
 
-    def put_native(values, into):
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            planner = DefaultSavePlanner(flatten_state_dict=False)
-            save({**tensors, **values}, storage_writer=FileSystemWriter(into), planner=planner, no_dist=True)
-
-    return values, put_native
+    return values, lambda values, into: saved(into, {**tensors, **values})
 
 
 def replaced(value, path, new):

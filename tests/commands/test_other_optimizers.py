@@ -9,21 +9,24 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_tools.commands.check.diff import diff_checkpoints
-from ckpt_tools.commands.check.verify import verify_checkpoint
-from ckpt_tools.commands.convert.options import ConvertOptions
-from ckpt_tools.commands.convert.to_dcp import convert_to_dcp
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
-from ckpt_tools.commands.edit.slice import slice_layers
+from ckpt_tools import (
+    ConvertOptions,
+    TargetOptions,
+    ToTorchDistOptions,
+    convert_to_dcp,
+    convert_to_fsdp_dtensor,
+    convert_to_torch_dist,
+    diff_checkpoints,
+    slice_layers,
+    verify_checkpoint,
+)
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.errors import MappingError
-from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from tests.commands import oracle
+from tests.commands.made import fsdp, torch_dist
 from tests.commands.rewritten import read, write
 from tests.commands.test_to_fsdp_dtensor import source_of
-from tests.commands.test_to_torch_dist import assert_same_tensors
 from tests.conftest import fixture_dir
 from tests.data.pack import unpacked
 
@@ -50,22 +53,19 @@ def optimizer_of(folder: Path) -> Any:
         return opened.common.values["optimizer"]
 
 
-def plain(real: Path, name: str, tmp_path: Path) -> Path:
+def plain(real: Path, name: str) -> Path:
     """The checkpoint with every state under the key of its weight: as Megatron saved it, or made of buckets."""
     same_run = real / name.replace("_dpr", "_fr")
-    if same_run.exists():
-        return same_run
-    convert_to_torch_dist(str(real / name), str(tmp_path / "plain"))
-    return tmp_path / "plain"
+    return same_run if same_run.exists() else torch_dist(real / name)
 
 
 @pytest.mark.parametrize("name", ["core016_sgd", "main_muon_fr"])
 def test_a_plain_state_dict_has_the_weights_and_says_what_it_lacks(
     real: Path, tmp_path: Path, name: str
 ) -> None:
-    told = convert_to_dcp(str(real / name), str(tmp_path / "dcp"))
+    told = convert_to_dcp(real / name, tmp_path / "dcp")
     weights = convert_to_dcp(
-        str(real / name), str(tmp_path / "weights"), ConvertOptions(target=TargetOptions(weights_only=True))
+        real / name, tmp_path / "weights", ConvertOptions(target=TargetOptions(weights_only=True))
     )
     assert weights.tensors == told.tensors
     (line,) = [line for line in told.dropped if line.startswith("optimizer states ")]
@@ -81,11 +81,11 @@ def test_a_plain_state_dict_has_the_weights_and_says_what_it_lacks(
 
 @pytest.mark.parametrize("name", RUNS)
 def test_two_layouts_in_one_checkpoint_become_what_megatron_itself_saves_as_one(
-    name: str, real: Path, tmp_path: Path
+    name: str, real: Path
 ) -> None:
-    convert_to_torch_dist(str(real / f"{name}_dpr"), str(tmp_path / "out"))
-    assert_same_tensors(oracle.tensors(tmp_path / "out"), oracle.tensors(real / f"{name}_fr"))
-    assert optimizer_of(tmp_path / "out") == optimizer_of(real / f"{name}_fr")
+    out = torch_dist(real / f"{name}_dpr")
+    oracle.assert_same(out, real / f"{name}_fr")
+    assert optimizer_of(out) == optimizer_of(real / f"{name}_fr")
 
 
 def halves_by_layer(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -113,36 +113,34 @@ def halves_by_layer(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def test_masters_are_written_and_every_state_that_is_left_out_is_named(
     name: str, real: Path, tmp_path: Path
 ) -> None:
-    report = convert_to_fsdp_dtensor(str(real / name), str(tmp_path / "out"))
-    masters = halves_by_layer(oracle.tensors(plain(real, name, tmp_path)))
+    report = convert_to_fsdp_dtensor(real / name, tmp_path / "out")
+    masters = halves_by_layer(oracle.tensors(plain(real, name)))
     assert len(masters) == 18
-    assert_same_tensors(oracle.tensors(tmp_path / "out"), masters)
+    oracle.assert_same(tmp_path / "out", masters)
     (line,) = [line for line in report.dropped if line.startswith("optimizer states")]
     assert set(re.findall(r"(\w+) \(\d+ parameters", line)) == STATES[name]
     assert "resumes from Adam" in line
     assert any(note.startswith("no optimizer is written") for note in report.notes)
 
 
-def test_a_conversion_equals_its_source(real: Path, tmp_path: Path) -> None:
-    source = str(real / "main_muon_dpr")
-    options = ConvertOptions()
-    convert_to_fsdp_dtensor(source, str(tmp_path / "out"), options)
-    assert diff_checkpoints(source, str(tmp_path / "out")).is_equal
-    assert diff_checkpoints(str(tmp_path / "out"), str(real / "main_muon_fr")).is_equal
+def test_a_conversion_equals_its_source(real: Path) -> None:
+    out = fsdp(real / "main_muon_dpr")
+    for source in ("main_muon_dpr", "main_muon_fr"):
+        assert diff_checkpoints(real / source, out).is_equal
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_slice_of_two_layouts_is_what_a_slice_of_one_is(name: str, real: Path, tmp_path: Path) -> None:
     for layout in ("dpr", "fr"):
-        slice_layers(str(real / f"{name}_{layout}"), str(tmp_path / layout), "1:2")
-    assert_same_tensors(oracle.tensors(tmp_path / "dpr"), oracle.tensors(tmp_path / "fr"))
+        slice_layers(real / f"{name}_{layout}", tmp_path / layout, "1:2")
+    oracle.assert_same(tmp_path / "dpr", tmp_path / "fr")
     assert optimizer_of(tmp_path / "dpr") == optimizer_of(tmp_path / "fr")
 
 
 def test_verify_finds_nothing_in_what_megatron_saved(real: Path) -> None:
     """But that nothing tells which states a mixture keeps of which weight."""
     for folder in sorted(real.iterdir()):
-        report = verify_checkpoint(str(folder))
+        report = verify_checkpoint(folder)
         assert report.is_valid, folder
         assert {f.message.partition(":")[0] for f in report.findings} <= {
             "whether states are missing cannot be known"
@@ -152,7 +150,7 @@ def test_verify_finds_nothing_in_what_megatron_saved(real: Path) -> None:
 def test_verify_finds_a_state_that_one_weight_of_muon_has_lost(real: Path, tmp_path: Path) -> None:
     parts = read(real / "main_muon_fr")
     del parts.tensors["optimizer.state.exp_avg_sq.decoder.final_layernorm.weight"]
-    report = verify_checkpoint(str(write(tmp_path / "in", parts)))
+    report = verify_checkpoint(write(tmp_path / "in", parts))
     assert [(f.where, f.message) for f in report.findings if f.where.startswith("decoder")] == [
         ("decoder.final_layernorm.weight", "its states ['exp_avg_sq'] are missing, others are there")
     ]
@@ -161,14 +159,14 @@ def test_verify_finds_a_state_that_one_weight_of_muon_has_lost(real: Path, tmp_p
 def test_another_form_of_a_checkpoint_keeps_its_states(real: Path, tmp_path: Path) -> None:
     """What an SGD job asks for: masters called fp32_param, and its groups; it has no layout of a distributed one."""
     apart = ToTorchDistOptions(target=TorchDistOptions(stacked=False))
-    convert_to_torch_dist(str(real / "core016_sgd"), str(tmp_path / "apart"), apart)
+    convert_to_torch_dist(real / "core016_sgd", tmp_path / "apart", apart)
     ours, source = oracle.tensors(tmp_path / "apart"), oracle.tensors(real / "core016_sgd")
     expected = {
         key.replace(".layers.", f".layers.{layer}."): value[layer] if ".layers." in key else value
         for key, value in source.items()
         for layer in range(2)
     }
-    assert_same_tensors(ours, expected)
+    oracle.assert_same(ours, expected)
     assert any(".fp32_param." in key for key in ours)
     assert optimizer_of(tmp_path / "apart") == optimizer_of(real / "core016_sgd")
     with open_checkpoint(str(tmp_path / "apart")) as opened:
@@ -178,14 +176,14 @@ def test_another_form_of_a_checkpoint_keeps_its_states(real: Path, tmp_path: Pat
 def test_an_offloaded_adam_is_adam(real: Path, tmp_path: Path) -> None:
     """Its groups name the classes of its parts; they are read as names and go along."""
     source = real / "core016_offloaded_adam"
-    report = convert_to_fsdp_dtensor(str(source), str(tmp_path / "there"))
+    report = convert_to_fsdp_dtensor(source, tmp_path / "there")
     assert not report.kept and sum(report.groups.values()) == 16
     stored = oracle.tensors(source)
     ours = oracle.tensors(tmp_path / "there")
-    assert_same_tensors({k: v for k, v in ours.items() if k.startswith("model.")}, halves_by_layer(stored))
-    convert_to_torch_dist(str(tmp_path / "there"), str(tmp_path / "back"))
-    assert_same_tensors(oracle.tensors(tmp_path / "back"), stored)
-    (group, *_) = optimizer_of(tmp_path / "back")["optimizer"]["param_groups"]
+    oracle.assert_same({k: v for k, v in ours.items() if k.startswith("model.")}, halves_by_layer(stored))
+    back = torch_dist(tmp_path / "there")
+    oracle.assert_same(back, stored)
+    (group, *_) = optimizer_of(back)["optimizer"]["param_groups"]
     assert group["step"] == 2
     assert (group["cpu_optimizer_cls"].module, group["cpu_optimizer_cls"].qualname) == (
         "torch.optim.adamw",
@@ -206,7 +204,7 @@ def test_a_parameter_that_lost_its_state_is_refused_in_both_directions(real: Pat
 
 
 def test_the_way_back_says_that_weights_are_no_longer_those_of_fp8(tmp_path: Path) -> None:
-    report = convert_to_torch_dist(str(source_of(fixture_dir("n_fp8p_dp2"))), str(tmp_path / "out"))
+    report = convert_to_torch_dist(source_of(fixture_dir("n_fp8p_dp2")), tmp_path / "out")
     assert any("quantizes them anew" in note for note in report.notes)
     ours = oracle.tensors(tmp_path / "out")
     trained = [key for key in ours if f"optimizer.state.param.{key}" in ours]
@@ -218,5 +216,5 @@ def test_the_way_back_says_that_weights_are_no_longer_those_of_fp8(tmp_path: Pat
 def test_scales_that_have_no_place_are_named(tmp_path: Path) -> None:
     source = source_of(fixture_dir("te_fp8_tp2_fr"))
     apart = ToTorchDistOptions(target=TorchDistOptions(stacked=False))
-    report = convert_to_torch_dist(str(source), str(tmp_path / "apart"), apart)
+    report = convert_to_torch_dist(source, tmp_path / "apart", apart)
     assert len([line for line in report.dropped if "FP8 scales have no place" in line]) == 8

@@ -6,15 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from ckpt_tools.commands.convert.options import ConvertOptions
+from ckpt_tools import ConvertOptions, Layout, TargetOptions, Topology
 from ckpt_tools.commands.convert.to_fsdp_dtensor import prepare
 from ckpt_tools.commands.job.opened import open_checkpoint
-from ckpt_tools.commands.job.placements import Layout, LiveModel, exact_placement, mla_tp_dims, place_model
-from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
+from ckpt_tools.commands.job.placements import LiveModel, exact_placement, mla_tp_dims, place_model
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.plan.build import file_rank
-from ckpt_tools.sharding.topology import Topology
 from ckpt_tools.sharding.units import LiveTensor
 from tests.commands.test_to_fsdp_dtensor import options_of, source_of
 from tests.conftest import fixture_dir

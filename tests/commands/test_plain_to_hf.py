@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from ckpt_tools.cli.app import run
-from tests.commands.oracle import same_bytes
+from tests.commands import oracle
 from tests.megatron.dcp.sharded_cases import sharded as sharded  # noqa: PLC0414  a fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -50,14 +50,6 @@ def reference(folder: Path, **fields: Any) -> Path:
 def saved(folder: Path, state: dict[str, Any]) -> Path:
     dcp.save(state, checkpoint_id=str(folder), no_dist=True)
     return folder
-
-
-def assert_holds(folder: Path, truth: Tensors) -> None:
-    found: Tensors = {}
-    for file in folder.glob("*.safetensors"):
-        found |= load_file(file)
-    assert found.keys() == truth.keys()
-    assert [name for name in truth if not same_bytes(found[name], truth[name])] == []
 
 
 def wrapped(model: Tensors) -> Tensors:
@@ -98,7 +90,7 @@ def test_the_names_are_found_behind_what_a_program_puts_in_front(program, tmp_pa
     hf = reference(tmp_path / "hf")
     assert run(["export-hf", str(source), str(tmp_path / "out"), "--hf-config", str(hf), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert_holds(tmp_path / "out", truth)
+    oracle.assert_same(oracle.model(tmp_path / "out"), truth)
     assert (f"the names are those behind {prefix!r} in the checkpoint" in report["notes"]) == bool(prefix)
     assert report["dropped"] == left_out
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -121,7 +113,7 @@ def test_convert_makes_the_same_in_shards_with_an_index(tmp_path):
         "1KB",
     ]
     assert run(words) == 0
-    assert_holds(out, llama(torch.bfloat16))
+    oracle.assert_same(oracle.model(out), llama(torch.bfloat16))
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == llama().keys() and len(set(index["weight_map"].values())) > 2
     assert json.loads((out / "config.json").read_text()) == CONFIG
@@ -132,7 +124,7 @@ def test_a_cast_is_torchs_and_only_made_when_it_is_asked_for(tmp_path, capsys):
     hf, out = reference(tmp_path / "hf"), tmp_path / "out"
     words = ["export-hf", str(source), str(out), "--hf-config", str(hf), "--dtype", "bfloat16", "--json"]
     assert run(words) == 0
-    assert_holds(out, llama(torch.bfloat16))
+    oracle.assert_same(oracle.model(out), llama(torch.bfloat16))
     assert "21 tensors are cast from float32 to bfloat16" in json.loads(capsys.readouterr().out)["notes"]
 
 
@@ -142,7 +134,9 @@ def test_a_tied_head_is_left_out_if_it_is_the_embedding_and_refused_if_not(tmp_p
     truth["lm_head.weight"] = truth["model.embed_tokens.weight"]
     source = saved(tmp_path / "tied", {"model": truth})
     assert run(["export-hf", str(source), str(tmp_path / "out"), "--hf-config", str(hf)]) == 0
-    assert_holds(tmp_path / "out", {name: t for name, t in truth.items() if name != "lm_head.weight"})
+    oracle.assert_same(
+        oracle.model(tmp_path / "out"), {name: t for name, t in truth.items() if name != "lm_head.weight"}
+    )
     source = saved(tmp_path / "apart", {"model": llama()})
     assert run(["export-hf", str(source), str(tmp_path / "none"), "--hf-config", str(hf)]) == 5
     assert "lm_head.weight differs from model.embed_tokens.weight" in capsys.readouterr().err
@@ -190,7 +184,7 @@ def test_one_of_two_models_is_taken_when_the_other_is_left_out(tmp_path):
     source, hf, out = saved(tmp_path / "dcp", models), reference(tmp_path / "hf"), tmp_path / "out"
     words = ["export-hf", str(source), str(out), "--hf-config", str(hf), "--ignore-keys", "ref.*"]
     assert run(words) == 0
-    assert_holds(out, models["actor"])
+    oracle.assert_same(oracle.model(out), models["actor"])
 
 
 def test_without_a_config_the_way_to_give_one_is_said(tmp_path, capsys):
@@ -229,7 +223,7 @@ def test_an_architecture_without_rules_goes_by_weights_beside_its_config(kind, s
     assert "names and shapes of the model are not known" in " ".join(capsys.readouterr().err.split())
     save_file({name: torch.zeros_like(tensor) for name, tensor in truth.items()}, hf / "model.safetensors")
     assert run(words) == 0
-    assert_holds(out, truth)
+    oracle.assert_same(oracle.model(out), truth)
     (hf / "model.safetensors").unlink()
     save_file({name: t for name, t in truth.items() if name != "frozen"}, hf / "model.safetensors")
     assert run([*words, "--overwrite"]) == 5

@@ -11,18 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from ckpt_tools import ImportOptions, TargetOptions, export_hf, import_hf
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.huggingface.export_hf import export_hf
-from ckpt_tools.commands.huggingface.import_hf import ImportOptions, import_hf
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError
 from ckpt_tools.formats.storage.open_files import open_files
-from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.huggingface.mapping.checks import Spec
 from ckpt_tools.megatron.huggingface.quantization.quantized import dequantized
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.choices import MegatronFormat
+from tests.commands import oracle
 from tests.megatron.huggingface.quantized_models import (
     MODELS,
     Quantized,
@@ -35,14 +33,6 @@ from tests.megatron.huggingface.quantized_models import (
     weights,
 )
 
-
-def same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for key, tensor in expected.items():
-        assert (found[key].dtype, found[key].shape) == (tensor.dtype, tensor.shape), key
-        assert torch.equal(found[key].view(torch.uint8), tensor.contiguous().view(torch.uint8)), key
-
-
 RATES = {"torch_dist": TargetOptions(), "fsdp_dtensor": TargetOptions(lr=1e-5, min_lr=1e-6, weight_decay=0.1)}
 
 
@@ -51,9 +41,9 @@ RATES = {"torch_dist": TargetOptions(), "fsdp_dtensor": TargetOptions(lr=1e-5, m
 def test_imported_values_are_the_dequantized_ones(name: str, to: MegatronFormat, tmp_path: Path) -> None:
     model = MODELS[name]()
     source = model.save(tmp_path / "hf")
-    done = import_hf(str(source), str(tmp_path / "run"), ImportOptions(to=to, fsdp=RATES[to]))
-    export_hf(str(tmp_path / "run"), str(tmp_path / "out"))
-    same_bits(load_file(tmp_path / "out" / "model.safetensors"), model.plain)
+    done = import_hf(source, tmp_path / "run", ImportOptions(to=to, fsdp=RATES[to]))
+    export_hf(tmp_path / "run", tmp_path / "out")
+    oracle.assert_same(oracle.model(tmp_path / "out"), model.plain)
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     quantized = sum(key not in model.stored or model.stored[key].element_size() == 1 for key in model.plain)
     counts = [int(note.split()[0]) for note in done.notes if "tensors were dequantized from" in note]
@@ -63,15 +53,15 @@ def test_imported_values_are_the_dequantized_ones(name: str, to: MegatronFormat,
 
 def test_another_type_is_cast_from_the_dequantized_values(tmp_path: Path) -> None:
     model = gpt_oss()
-    import_hf(str(model.save(tmp_path / "hf")), str(tmp_path / "run"), ImportOptions(dtype="float32"))
-    export_hf(str(tmp_path / "run"), str(tmp_path / "out"))
+    import_hf(model.save(tmp_path / "hf"), tmp_path / "run", ImportOptions(dtype="float32"))
+    export_hf(tmp_path / "run", tmp_path / "out")
     wide = {key: tensor.float() for key, tensor in model.plain.items()}
-    same_bits(load_file(tmp_path / "out" / "model.safetensors"), wide)
+    oracle.assert_same(oracle.model(tmp_path / "out"), wide)
 
 
 def test_the_report_says_what_was_dropped(tmp_path: Path) -> None:
     source = fp8_tensors().save(tmp_path / "hf")
-    done = import_hf(str(source), str(tmp_path / "run"), dry_run=True)
+    done = import_hf(source, tmp_path / "run", dry_run=True)
     assert len([line for line in done.dropped if "a scale of activations" in line]) == 14
     assert done.notes[0].startswith("14 tensors were dequantized from FP8 to bfloat16")
 
@@ -83,7 +73,7 @@ def test_diff_sees_the_same_values(
     """And one scale that is another."""
     model = make()
     source = model.save(tmp_path / "hf")
-    import_hf(str(source), str(tmp_path / "run"))
+    import_hf(source, tmp_path / "run")
 
     def diff(folder: Path) -> tuple[int, Any]:
         capsys.readouterr()
@@ -194,7 +184,7 @@ def test_parts_that_do_not_belong_together_are_named(
     model = make()
     change(model)
     with pytest.raises(MappingError, match=said):
-        import_hf(str(model.save(tmp_path / "hf")), str(tmp_path / "run"))
+        import_hf(model.save(tmp_path / "hf"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -223,7 +213,7 @@ def test_other_quantizations_are_refused_with_the_way_out(change: Change, said: 
     model = compressed_fp8("channel", torch.bfloat16)
     change(model)
     with pytest.raises(UnsupportedCheckpointError, match=said) as caught:
-        import_hf(str(model.save(tmp_path / "hf")), str(tmp_path / "run"))
+        import_hf(model.save(tmp_path / "hf"), tmp_path / "run")
     assert "import the model that it was quantized from" in str(caught.value)
 
 
@@ -231,4 +221,4 @@ def test_a_scale_that_is_not_a_number_is_damage_with_its_place(tmp_path: Path) -
     model = gpt_oss()
     model.stored[f"{EXPERTS}_scales"][2, 5, 1] = 255
     with pytest.raises(CorruptCheckpointError, match=rf"{EXPERTS} \[2:3, .*scale is 255"):
-        import_hf(str(model.save(tmp_path / "hf")), str(tmp_path / "run"))
+        import_hf(model.save(tmp_path / "hf"), tmp_path / "run")

@@ -10,13 +10,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ckpt_tools.commands.convert.options import ConvertOptions
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
+from ckpt_tools import convert_to_fsdp_dtensor
 from ckpt_tools.errors import MappingError
-from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
-from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from tests.commands import oracle
+from tests.commands.made import fsdp, torch_dist
 from tests.commands.rewritten import STATES, read, write
 from tests.conftest import DATA, fixture_dir
 
@@ -26,17 +23,12 @@ STATE = "optimizer.state.module.module.module."
 META = "optimizer.param_to_group_meta.module.module.module."
 
 
-def convert(source: Path, output: Path, **options: object) -> Path:
-    target = TargetOptions(**options)  # type: ignore[arg-type]
-    convert_to_fsdp_dtensor(str(source), str(output), ConvertOptions(target=target, check_masters="all"))
-    return output
-
-
 def notes_of(source: Path, output: Path) -> str:
-    return "\n".join(convert_to_fsdp_dtensor(str(source), str(output)).notes)
+    return "\n".join(convert_to_fsdp_dtensor(source, output).notes)
 
 
 def objects(folder: Path) -> dict[str, object]:
+    """Objects but args and rng states, which are no matter here."""
     kinds = oracle.metadata(folder).state_dict_metadata
     return {
         key: oracle.item(folder, key)
@@ -46,17 +38,13 @@ def objects(folder: Path) -> dict[str, object]:
 
 
 def assert_same(a: Path, b: Path) -> None:
-    """Equal tensors and objects (args and rng, which are no matter here, aside)."""
-    tensors, others = oracle.tensors(a), oracle.tensors(b)
-    assert tensors.keys() == others.keys()
-    assert [key for key in tensors if not oracle.same_bytes(tensors[key], others[key])] == []
+    oracle.assert_same(a, b)
     assert objects(a) == objects(b)
 
 
 def test_what_is_only_rewritten_converts_to_the_same(tmp_path):
     for name, source in (("llama", LLAMA), ("moe", MOE)):
-        again = write(tmp_path / name, read(source))
-        assert_same(convert(source, tmp_path / f"{name} a"), convert(again, tmp_path / f"{name} b"))
+        assert_same(fsdp(source), fsdp(write(tmp_path / name, read(source))))
 
 
 @pytest.mark.parametrize("experts", ["grouped", "sequential"])
@@ -83,15 +71,8 @@ def test_singleton_local_shards(tmp_path, experts):
         parts.map(key, partial(apart, key))
     assert any(key.endswith("experts.experts.3.linear_fc1.weight_v") for key in parts.tensors)
     single = write(tmp_path / "single", parts)
-    assert_same(
-        convert(MOE, tmp_path / "a", experts=experts), convert(single, tmp_path / "b", experts=experts)
-    )
-    again = ToTorchDistOptions(TorchDistOptions(dialect="main"))
-    for source, output in ((MOE, "c"), (single, "d")):
-        convert_to_torch_dist(str(source), str(tmp_path / output), again)
-    whole, made = oracle.tensors(tmp_path / "c"), oracle.tensors(tmp_path / "d")
-    assert whole.keys() == made.keys()
-    assert [key for key in whole if not oracle.same_bytes(whole[key], made[key])] == []
+    assert_same(fsdp(MOE, experts=experts), fsdp(single, experts=experts))
+    oracle.assert_same(torch_dist(MOE, dialect="main"), torch_dist(single, dialect="main"))
 
 
 @pytest.mark.parametrize("masters", [True, False])
@@ -103,20 +84,16 @@ def test_models_trained_in_fp32(tmp_path, masters):
         parts.tensors[key.removeprefix("optimizer.state.param.")] = parts.tensors[key].clone()
         if not masters:
             del parts.tensors[key]
-    out = convert(write(tmp_path / "fp32", parts), tmp_path / "out")
-    usual = convert(LLAMA, tmp_path / "usual")
+    out, usual = fsdp(write(tmp_path / "fp32", parts)), fsdp(LLAMA)
     shorter = {
         key.replace(STATE, "optimizer.state.module.module."): t for key, t in oracle.tensors(usual).items()
     }
     ours = oracle.tensors(out)
-    assert ours.keys() == shorter.keys()
-    assert all(oracle.same_bytes(ours[key], shorter[key]) for key in ours)
+    oracle.assert_same(ours, shorter)
     assert objects(out) == {
         k.replace(META, "optimizer.param_to_group_meta.module.module."): v for k, v in objects(usual).items()
     }
-    back = tmp_path / "back"
-    convert_to_torch_dist(str(out), str(back))
-    stored = oracle.tensors(back)
+    stored = oracle.tensors(torch_dist(out))
     for key, tensor in parts.tensors.items():
         assert oracle.same_bytes(stored[key], tensor), key
 
@@ -128,13 +105,13 @@ def test_fp16_with_a_loss_scaler_there_and_back(tmp_path):
         parts.tensors[key.removeprefix("optimizer.state.param.")] = parts.tensors[key].half()
     scaler = {"scale": torch.tensor([65536.0]), "growth_tracker": 7, "hysteresis_tracker": 2}
     parts.common["optimizer"]["grad_scaler"] = scaler
-    out = convert(write(tmp_path / "fp16", parts), tmp_path / "out")
+    out = fsdp(write(tmp_path / "fp16", parts))
     assert oracle.tensors(out)["optimizer.grad_scaler.scale"].item() == 65536
     assert oracle.item(out, "optimizer.grad_scaler.growth_tracker") == 7
-    convert_to_torch_dist(str(out), str(tmp_path / "back"))
-    (common,) = oracle.item(tmp_path / "back", "common_state/shard_0_1")
+    back = torch_dist(out)
+    (common,) = oracle.item(back, "common_state/shard_0_1")
     assert common["optimizer"]["grad_scaler"] == scaler
-    stored = oracle.tensors(tmp_path / "back")
+    stored = oracle.tensors(back)
     assert [key for key in parts.tensors if not oracle.same_bytes(stored[key], parts.tensors[key])] == []
 
 
@@ -149,7 +126,7 @@ def test_a_learning_rate_of_their_own_for_embedding_and_output(tmp_path, flag):
         group.pop("default_config") if flag else None
     own.pop("default_config") if flag else None
     parts.common["optimizer"]["optimizer"]["param_groups"].insert(1, own)
-    out = convert(write(tmp_path / "in", parts), tmp_path / "out")
+    out = fsdp(write(tmp_path / "in", parts))
     for key, value in objects(out).items():
         if key.startswith(META) and key.endswith(("max_lr", "default_config")):
             own_rate = key.removeprefix(META).startswith(("embedding.word_embeddings", "output_layer"))
@@ -175,7 +152,7 @@ def test_gates_of_shared_experts_and_norms_of_queries_and_keys(tmp_path):
             (f"{attention}.core_attention.softmax_offset", (4,)),
         ]
     }
-    out = convert(write(tmp_path / "in", parts), tmp_path / "out")
+    out = fsdp(write(tmp_path / "in", parts))
     ours = oracle.tensors(out)
     for name, master in masters.items():
         assert oracle.same_bytes(ours[f"model.module.{name}"], master)
@@ -190,11 +167,9 @@ def test_a_nemo_folder(tmp_path):
         group["pre_wd_mult"], group["pre_lr_mult"] = group.pop("wd_mult"), group.pop("lr_mult")
     (tmp_path / "nemo" / "context").mkdir(parents=True)
     write(tmp_path / "nemo" / "weights", parts)
-    out = convert(tmp_path / "nemo", tmp_path / "out")
-    usual = convert(LLAMA, tmp_path / "usual")
-    ours, theirs = oracle.tensors(out), oracle.tensors(usual)
-    assert ours.keys() == theirs.keys()
-    assert [key for key in ours if not oracle.same_bytes(ours[key], theirs[key])] == []
+    convert_to_fsdp_dtensor(tmp_path / "nemo", tmp_path / "out")
+    out, usual = oracle.files_of(tmp_path / "out"), fsdp(LLAMA)
+    oracle.assert_same(out, usual)
     assert objects(usual).items() <= objects(out).items()
 
 
@@ -208,10 +183,8 @@ def test_rng_states_with_a_data_parallel_axis(tmp_path):
             parts.objects[f"rng_state/shard_0.{tp}.{dp}_1.2.2"] = [
                 [dict(states[0], torch_rng_state=states[0]["torch_rng_state"] + dp)]
             ]
-    out = convert(write(tmp_path / "in", parts), tmp_path / "out")
-    ours, theirs = oracle.tensors(out), oracle.tensors(convert(LLAMA, tmp_path / "usual"))
-    assert ours.keys() == theirs.keys()
-    assert [key for key in ours if not oracle.same_bytes(ours[key], theirs[key])] == []
+    out = fsdp(write(tmp_path / "in", parts))
+    oracle.assert_same(out, fsdp(LLAMA))
 
 
 def test_states_without_masters(tmp_path):
@@ -219,8 +192,8 @@ def test_states_without_masters(tmp_path):
     parts = read(LLAMA)
     for key in [k for k in parts.tensors if k.startswith("optimizer.state.param.")]:
         del parts.tensors[key]
-    ours = oracle.tensors(convert(write(tmp_path / "in", parts), tmp_path / "out"))
-    theirs = oracle.tensors(convert(LLAMA, tmp_path / "usual"))
+    ours = oracle.tensors(fsdp(write(tmp_path / "in", parts)))
+    theirs = oracle.tensors(fsdp(LLAMA))
     assert ours.keys() == theirs.keys()
     for key, tensor in theirs.items():
         assert oracle.same_bytes(ours[key], tensor.bfloat16() if key.startswith("model.") else tensor), key
@@ -234,9 +207,9 @@ def test_a_state_that_only_one_parameter_lacks_is_refused(tmp_path, state):
     source = write(tmp_path / "in", parts)
     name = "master" if state == "param" else state
     with pytest.raises(MappingError, match=rf"decoder\.final_layernorm\.weight: no {name}$"):
-        convert(source, tmp_path / "out")
+        convert_to_fsdp_dtensor(source, tmp_path / "out")
     assert os.listdir(tmp_path) == ["in"]
-    convert(source, tmp_path / "weights", weights_only=True, dtype="bfloat16")
+    fsdp(source, weights_only=True, dtype="bfloat16")
 
 
 def test_an_fp32_weight_needs_no_master(tmp_path):
@@ -244,7 +217,7 @@ def test_an_fp32_weight_needs_no_master(tmp_path):
     parts = read(LLAMA)
     name = "decoder.final_layernorm.weight"
     parts.tensors[name] = parts.tensors.pop(f"optimizer.state.param.{name}")
-    ours = oracle.tensors(convert(write(tmp_path / "in", parts), tmp_path / "out"))
+    ours = oracle.tensors(fsdp(write(tmp_path / "in", parts)))
     assert oracle.same_bytes(ours[f"model.module.{name}"], parts.tensors[name])
 
 
@@ -263,7 +236,7 @@ def test_steps_that_are_tensors_become_numbers(tmp_path):
     parts = read(LLAMA)
     for group in parts.groups:
         group["step"] = torch.tensor(2.0)
-    assert_same(convert(write(tmp_path / "in", parts), tmp_path / "a"), convert(LLAMA, tmp_path / "b"))
+    assert_same(fsdp(write(tmp_path / "in", parts)), fsdp(LLAMA))
 
 
 def test_what_the_common_state_lacks_is_said(tmp_path):
@@ -277,9 +250,7 @@ def test_what_the_common_state_lacks_is_said(tmp_path):
 def test_buffers_keep_their_type(tmp_path):
     parts = read(MOE)
     parts.tensors["decoder.positions"] = torch.arange(5)
-    ours = oracle.tensors(
-        convert(write(tmp_path / "in", parts), tmp_path / "out", weights_only=True, dtype="bfloat16")
-    )
+    ours = oracle.tensors(fsdp(write(tmp_path / "in", parts), weights_only=True, dtype="bfloat16"))
     kinds = {key: tensor.dtype for key, tensor in ours.items() if tensor.dtype is not torch.bfloat16}
     assert kinds == {
         "model.module.decoder.positions": torch.int64,

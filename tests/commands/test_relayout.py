@@ -8,15 +8,11 @@ from typing import Any
 
 import pytest
 
+from ckpt_tools import ConvertOptions, Layout, TargetOptions, Topology, convert_to_fsdp_dtensor
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.convert.options import ConvertOptions
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.job.placements import Layout
-from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.model.choices import LayoutName
-from ckpt_tools.sharding.topology import Topology
 from tests.commands import oracle
-from tests.commands.test_to_fsdp_dtensor import cases, options_of, source_of
+from tests.commands.test_to_fsdp_dtensor import options_of, source_of
 from tests.conftest import DATA, fixture_dir
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
@@ -33,7 +29,7 @@ def laid_out(
     options = ConvertOptions(
         target=target or TargetOptions(), layout=Layout(layout, topology), check_masters="none"
     )
-    convert_to_fsdp_dtensor(str(source), str(output), options)
+    convert_to_fsdp_dtensor(source, output, options)
     return output
 
 
@@ -56,9 +52,17 @@ def stored_bytes(folder: Path, keys: list[str]) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
-def test_over_another_topology_or_straight_is_the_same(case, tmp_path):
+MODELS = (  # one of every architecture: how the optimizer was stored is gone after the first conversion
+    "core019_llama_tp2_fully_reshardable", "core019_gpt3_tp2_fully_reshardable", "core019_moe_ep2_fully_reshardable",
+    "main_dense_dpr_pp2_vpp2_tied", "main_gdn_fr_tp2", "main_llava_fr_tp2", "main_mla_mtp_moe_fr_tp2",
+    "bridge_dense_fr_tp2_dp2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_over_another_topology_or_straight_is_the_same(name, tmp_path):
     """TP 1 on the way: fused projections are regrouped, and rng states of the lost rank come from the kept one."""
+    case = fixture_dir(name)
     spec = TargetOptions(layer_spec=options_of(case).layer_spec)
     straight = laid_out(source_of(case), tmp_path / "straight", DP2_TP2, target=spec)
     first = laid_out(source_of(case), tmp_path / "first", DP3, target=spec)
@@ -68,23 +72,6 @@ def test_over_another_topology_or_straight_is_the_same(case, tmp_path):
     different = [key for key in expected if not oracle.same_bytes(tensors[key], expected[key])]
     assert all(key.startswith("rng_state.(0, 1)") for key in different)
     assert contents(second) == contents(straight)
-
-
-def test_there_and_back_is_the_same_to_the_byte(tmp_path):
-    first = laid_out(LLAMA, tmp_path / "a", DP2_TP2)
-    back = laid_out(laid_out(first, tmp_path / "b", Topology(5, tp=2), "fsdp2"), tmp_path / "c", DP2_TP2)
-    names = sorted(p.relative_to(first) for p in first.rglob("*") if p.is_file())
-    assert names == sorted(p.relative_to(back) for p in back.rglob("*") if p.is_file())
-    for name in names:
-        if name.suffix == ".txt":
-            assert (first / name).read_bytes() == (back / name).read_bytes()
-    (one,), (other,) = first.glob("iter_*"), back.glob("iter_*")
-    assert contents(one) == contents(other)
-    a, b = oracle.tensors(one), oracle.tensors(other)
-    assert all(oracle.same_bytes(a[key], b[key]) for key in a)
-    objects = [key for key in oracle.metadata(one).state_dict_metadata if key not in a]
-    assert len(objects) > 200
-    assert stored_bytes(one, objects) == stored_bytes(other, objects)
 
 
 def test_a_native_checkpoint_is_laid_out(tmp_path, capsys):
@@ -98,8 +85,7 @@ def test_a_native_checkpoint_is_laid_out(tmp_path, capsys):
     for name, files in (("out", 6), ("even", 5)):
         folder = next((tmp_path / name).glob("iter_*"))
         found = oracle.tensors(folder)
-        assert found.keys() == expected.keys()
-        assert all(oracle.same_bytes(found[key], expected[key]) for key in expected)
+        oracle.assert_same(found, expected)
         assert len(list(folder.rglob("*.distcp"))) == files
 
 

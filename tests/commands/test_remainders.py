@@ -8,19 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from ckpt_tools import (
+    ConvertOptions,
+    TargetOptions,
+    convert_to_fsdp_dtensor,
+    convert_to_torch_dist,
+    diff_checkpoints,
+    slice_layers,
+)
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.check.diff import diff_checkpoints
-from ckpt_tools.commands.convert.options import ConvertOptions
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.convert.to_torch_dist import convert_to_torch_dist
 from ckpt_tools.errors import VerificationError
-from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from tests.commands import oracle
-from tests.commands.test_to_fsdp_dtensor import source_of
-from tests.commands.test_to_torch_dist import archives, assert_same_tensors
-from tests.conftest import fixture_dir
+from tests.commands.made import fsdp, hf, iteration_of, torch_dist
+from tests.folders import is_sound
 
 NATURAL, BUCKETS = "te_remainder_tp2_fr", "te_remainder8_tp2_dpr"
 STATE = "optimizer.state."
@@ -34,11 +35,6 @@ def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     return bits.to(torch.uint32).view(torch.float32)
 
 
-def to_torch_dist(source: Path, output: Path) -> dict[str, torch.Tensor]:
-    convert_to_torch_dist(str(source), str(output))
-    return oracle.tensors(output)
-
-
 def expected_of_natural(source: Path) -> dict[str, torch.Tensor]:
     stored = oracle.tensors(source)
     return {
@@ -50,10 +46,10 @@ def expected_of_natural(source: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", [NATURAL, "te_prec_tp2_fr"])
-def test_remainders_stored_as_numbers_become_the_masters_they_are_of(name: str, tmp_path: Path) -> None:
-    source = source_of(fixture_dir(name))
+def test_remainders_stored_as_numbers_become_the_masters_they_are_of(name: str) -> None:
+    source = iteration_of(name)
     expected, stored = expected_of_natural(source), oracle.tensors(source)
-    assert_same_tensors(to_torch_dist(source, tmp_path / "out"), expected)
+    oracle.assert_same(torch_dist(name), expected)
     changed = [key for key, value in expected.items() if not oracle.same_bytes(value, stored[key])]
     assert len(changed) == 9  # every master
     assert all(key.startswith(f"{STATE}param.") for key in changed)
@@ -91,48 +87,38 @@ def expected_of_buckets(source: Path) -> dict[str, torch.Tensor]:
     return expected
 
 
-def test_buckets_of_remainders_become_masters(tmp_path: Path) -> None:
-    source = source_of(fixture_dir("te_prec8_dp2_dpr"))
-    assert_same_tensors(to_torch_dist(source, tmp_path / "out"), expected_of_buckets(source))
+def test_buckets_of_remainders_become_masters() -> None:
+    oracle.assert_same(torch_dist("te_prec8_dp2_dpr"), expected_of_buckets(iteration_of("te_prec8_dp2_dpr")))
 
 
-def test_two_layouts_of_one_run_convert_to_the_same(tmp_path: Path) -> None:
-    sources = [source_of(fixture_dir(name)) for name in (NATURAL, BUCKETS)]
-    for number, source in enumerate(sources):
-        convert_to_fsdp_dtensor(str(source), str(tmp_path / f"fsdp{number}"))
-    fsdp = [next((tmp_path / f"fsdp{number}").glob("iter_*")) for number in range(2)]
-    assert_same_tensors(*map(oracle.tensors, fsdp))
-    ours, theirs = map(archives, fsdp)
+def test_two_layouts_of_one_run_convert_to_the_same() -> None:
+    oracle.assert_same(fsdp(NATURAL), fsdp(BUCKETS))
+    ours, theirs = map(oracle.objects, (fsdp(NATURAL), fsdp(BUCKETS)))
     assert {key for key in ours if ours[key] != theirs.get(key)} == {"args"}  # where they were saved
     assert ours.keys() == theirs.keys()
-    assert_same_tensors(*(to_torch_dist(source, tmp_path / f"dist{i}") for i, source in enumerate(sources)))
-    report = diff_checkpoints(str(sources[0]), str(sources[1]))
+    oracle.assert_same(torch_dist(NATURAL), torch_dist(BUCKETS))
+    report = diff_checkpoints(iteration_of(NATURAL), iteration_of(BUCKETS))
     assert {tensor.kind for tensor in report.tensors} == {"equal"}
 
 
 def test_the_way_back_holds_plain_masters_and_says_how_to_load_them(tmp_path: Path) -> None:
-    source = source_of(fixture_dir(NATURAL))
-    convert_to_fsdp_dtensor(str(source), str(tmp_path / "there"))
-    report = convert_to_torch_dist(str(tmp_path / "there"), str(tmp_path / "back"))
+    source, there = iteration_of(NATURAL), fsdp(NATURAL)
+    report = convert_to_torch_dist(there, tmp_path / "back")
     for said in ("load without --use-precision-aware-optimizer", "rounds these away from zero"):
         assert any(said in note for note in report.notes)
-    assert_same_tensors(oracle.tensors(tmp_path / "back"), expected_of_natural(source))
+    oracle.assert_same(tmp_path / "back", expected_of_natural(source))
     # Read again, under the same args, they are the masters that they are.
-    convert_to_fsdp_dtensor(str(tmp_path / "back"), str(tmp_path / "again"))
-    assert_same_tensors(oracle.tensors(tmp_path / "there"), oracle.tensors(tmp_path / "again"))
-    compared = diff_checkpoints(str(source), str(tmp_path / "back"))
+    oracle.assert_same(there, fsdp(tmp_path / "back"))
+    compared = diff_checkpoints(source, tmp_path / "back")
     assert {tensor.kind for tensor in compared.tensors} == {"equal"}
 
 
 @pytest.mark.parametrize("name", [NATURAL, BUCKETS, "te_prec8_dp2_dpr"])
-def test_content_is_verified_and_exported_as_masters(name: str, tmp_path: Path) -> None:
+def test_content_is_verified_and_exported_as_masters(name: str) -> None:
     """te_prec8_dp2_dpr has two masters midway between two weights, of which the odd ones are stored."""
-    source = source_of(fixture_dir(name))
-    assert run(["verify", str(source), "--content"]) == 0
-    made = to_torch_dist(source, tmp_path / "made")
-    assert run(["verify", str(tmp_path / "made"), "--content"]) == 0
-    assert run(["export-hf", str(source), str(tmp_path / "hf"), "--dtype", "float32"]) == 0
-    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    source, back = iteration_of(name), torch_dist(name)
+    assert is_sound(source) and is_sound(back)
+    made, exported = oracle.tensors(back), oracle.model(hf(name, dtype="float32"))
     norm, proj = "post_attention_layernorm", "self_attn.o_proj"
     for theirs, ours in (
         (norm, "mlp.linear_fc1.layer_norm_weight"),
@@ -144,16 +130,15 @@ def test_content_is_verified_and_exported_as_masters(name: str, tmp_path: Path) 
 
 
 def test_slices_hold_what_is_needed(tmp_path: Path) -> None:
-    made = [source_of(fixture_dir(name)) for name in (NATURAL, BUCKETS)]
-    for number, source in enumerate(made):
-        assert run(["slice", str(source), str(tmp_path / str(number)), "--layers", "1:2"]) == 0
-        assert run(["verify", str(tmp_path / str(number)), "--content"]) == 0
-    report = diff_checkpoints(str(tmp_path / "0"), str(tmp_path / "1"))
+    for number, name in enumerate((NATURAL, BUCKETS)):
+        slice_layers(iteration_of(name), tmp_path / str(number), "1:2")
+        assert is_sound(tmp_path / str(number))
+    report = diff_checkpoints(tmp_path / "0", tmp_path / "1")
     assert {tensor.kind for tensor in report.tensors} == {"equal"}
 
 
 def test_the_plan_says_what_is_computed_and_why(capsys: pytest.CaptureFixture[str]) -> None:
-    source = source_of(fixture_dir(BUCKETS))
+    source = iteration_of(BUCKETS)
     assert run(["plan", str(source), "--dp-shard", "2", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["bytes_by_strategy"]["computed"] == 100_672 * (2 + 2)
@@ -163,7 +148,7 @@ def test_the_plan_says_what_is_computed_and_why(capsys: pytest.CaptureFixture[st
 def test_weights_alone_need_no_proof(tmp_path: Path) -> None:
     """Files that no longer say which rank wrote them: the positions of buckets cannot be proven."""
     source = tmp_path / "source"
-    shutil.copytree(source_of(fixture_dir(BUCKETS)), source)
+    shutil.copytree(iteration_of(BUCKETS), source)
     for path in (source, *source.iterdir()):
         path.chmod(0o755)
     metadata = (source / ".metadata").read_bytes()
@@ -173,8 +158,8 @@ def test_weights_alone_need_no_proof(tmp_path: Path) -> None:
         metadata.replace(b"__0_0.distcp", b"zz0_0.distcp").replace(b"__1_0.distcp", b"zz1_0.distcp")
     )
     with pytest.raises(VerificationError, match="do not say which rank wrote them"):
-        convert_to_fsdp_dtensor(str(source), str(tmp_path / "out"))
+        convert_to_fsdp_dtensor(source, tmp_path / "out")
     options = ConvertOptions(target=TargetOptions(weights_only=True))
-    report = convert_to_fsdp_dtensor(str(source), str(tmp_path / "out"), options)
+    report = convert_to_fsdp_dtensor(source, tmp_path / "out", options)
     assert report.tensors == 17
     assert any("masters" in note or "stored weights" in note for note in report.notes)

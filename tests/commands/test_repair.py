@@ -7,33 +7,26 @@ import json
 import os
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
 
+from ckpt_tools import CkptError, EditOptions, repair_checkpoint, verify_checkpoint
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.check.verify import verify_checkpoint
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.edit.repair import repair_checkpoint
-from ckpt_tools.commands.job.conversion import EditOptions
-from ckpt_tools.errors import CkptError, MappingError, UnsupportedCheckpointError, VerificationError
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, VerificationError
 from tests.commands import oracle
+from tests.commands.made import fsdp, iteration_of
+from tests.commands.rewritten import saved
 from tests.commands.stages import GROUP, STATE, of_stage
-from tests.conftest import DATA, fixture_dir
+from tests.conftest import fixture_dir
 from tests.folders import is_sound
 
 RUN = "core019_llama_tp2_fully_reshardable"
 FC1 = "decoder.layers.mlp.linear_fc1.weight"
 NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
-
-
-def iteration_of(root: Path) -> Path:
-    return next(root.glob("iter_*"))
 
 
 def refusal(source: Path, tmp_path: Path, error: type[CkptError], **options: Any) -> str:
@@ -66,18 +59,6 @@ def test_what_was_not_read_is_not_vouched_for(tmp_path: Path, capsys: pytest.Cap
 # ---- keys of fsdp_dtensor
 
 
-def write(folder: Path, state: dict[str, Any]) -> Path:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        save(
-            state,
-            storage_writer=FileSystemWriter(folder),
-            planner=DefaultSavePlanner(flatten_state_dict=False),
-            no_dist=True,
-        )
-    return folder
-
-
 def parts(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors = oracle.tensors(folder)
     keys = oracle.metadata(folder).state_dict_metadata.keys() - tensors.keys()
@@ -108,18 +89,17 @@ def as_nvidias_converter_writes(
 
 
 @pytest.fixture
-def sound(tmp_path: Path) -> Path:
-    convert_to_fsdp_dtensor(str(iteration_of(DATA / RUN)), str(tmp_path / "sound"))
-    return tmp_path / "sound"
+def sound() -> Path:
+    return fsdp(RUN)
 
 
 def test_masters_and_groups_where_nvidias_converter_puts_them(sound: Path, tmp_path: Path) -> None:
     tensors, objects = parts(sound)
-    foreign = write(
+    foreign = saved(
         tmp_path / "foreign",
         {k: v for d in as_nvidias_converter_writes(tensors, objects) for k, v in d.items()},
     )
-    report = verify_checkpoint(str(foreign))
+    report = verify_checkpoint(foreign)
     told = [f.message for f in report.findings]
     assert sum("`repair` puts it in the place of the rounded weight" in message for message in told) == 17
     assert sum("`repair` takes it out" in message for message in told) == 15
@@ -127,8 +107,7 @@ def test_masters_and_groups_where_nvidias_converter_puts_them(sound: Path, tmp_p
     assert [change.cause for change in done.changes] == ["masters-beside-weights", "group-names"]
     assert is_sound(tmp_path / "out")
     found, kept = parts(tmp_path / "out")
-    assert found.keys() == tensors.keys()
-    assert all(oracle.same_bytes(found[key], tensors[key]) for key in tensors)
+    oracle.assert_same(found, tensors)
     assert kept.keys() == objects.keys()
     assert all(kept[key] == objects[key] for key in objects if key.startswith(GROUP))
 
@@ -137,7 +116,7 @@ def test_masters_of_another_step_take_no_place(sound: Path, tmp_path: Path) -> N
     tensors, objects = as_nvidias_converter_writes(*parts(sound))
     key = f"{STATE}decoder.layers.0.self_attention.linear_proj.weight.fp32_param"
     tensors[key] = tensors[key] * 1.5
-    message = refusal(write(tmp_path / "foreign", tensors | objects), tmp_path, VerificationError)
+    message = refusal(saved(tmp_path / "foreign", tensors | objects), tmp_path, VerificationError)
     assert "do not round to the stored weights" in message
 
 
@@ -161,7 +140,7 @@ def test_masters_that_fit_no_weight_take_no_place(
         del tensors[f"model.module.{name}"]
     else:
         tensors[key] = change(tensors[key])
-    message = refusal(write(tmp_path / "foreign", tensors | objects), tmp_path, MappingError)
+    message = refusal(saved(tmp_path / "foreign", tensors | objects), tmp_path, MappingError)
     assert "masters that fit no weight" in message and f"{key}: " in message
     assert found.removeprefix("torch.") in message
 
@@ -170,7 +149,7 @@ def test_halves_that_say_different_things_of_their_group(sound: Path, tmp_path: 
     tensors, objects = as_nvidias_converter_writes(*parts(sound))
     (key, *_) = [key for key in objects if key.endswith("0.mlp.linear_fc1.weight_v.lr")]
     objects[key] = 7.0
-    message = refusal(write(tmp_path / "foreign", tensors | objects), tmp_path, MappingError)
+    message = refusal(saved(tmp_path / "foreign", tensors | objects), tmp_path, MappingError)
     assert f"{key} and " in message or f" and {key}" in message
 
 
@@ -181,7 +160,7 @@ def test_halves_that_say_different_things_of_their_group(sound: Path, tmp_path: 
 def collided(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two stages of one layer each in one checkpoint, saved by two processes with stock DCP."""
     folder = tmp_path_factory.mktemp("stages")
-    torch.save(oracle.tensors(iteration_of(fixture_dir(NATIVE))), folder / "values.pt")
+    torch.save(oracle.tensors(iteration_of(NATIVE)), folder / "values.pt")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     worker = Path(__file__).with_name("stages_worker.py")
     done = subprocess.run(
@@ -219,7 +198,7 @@ def test_stages_that_overwrote_each_other_are_refused_by_name(
 
 
 def of_one_stage(tmp_path: Path, stage: int, rng: int | None = None, **args: object) -> Path:
-    tensors, objects = of_stage(oracle.tensors(iteration_of(fixture_dir(NATIVE))), stage)
+    tensors, objects = of_stage(oracle.tensors(iteration_of(NATIVE)), stage)
     if rng is not None:
         objects = {key.replace(f"({stage}, 0)", f"({rng}, 0)"): value for key, value in objects.items()}
     settings = {"num_layers": 2, "pipeline_model_parallel_size": 2, "swiglu": True, "bf16": True} | args
@@ -230,7 +209,7 @@ def of_one_stage(tmp_path: Path, stage: int, rng: int | None = None, **args: obj
         "iteration": 2,
         "checkpoint_version": 3.0,
     }
-    return write(tmp_path / "stage" / "iter_0000002", state)
+    return saved(tmp_path / "stage" / "iter_0000002", state)
 
 
 def test_the_layers_of_one_stage_get_their_numbers(
@@ -244,7 +223,7 @@ def test_the_layers_of_one_stage_get_their_numbers(
     done = repair_checkpoint(str(source), str(tmp_path / "out"))
     (change,) = done.changes
     assert (change.cause, change.issue) == ("stage-numbers", "MLM#7452")
-    found, expected = oracle.tensors(tmp_path / "out"), oracle.tensors(iteration_of(fixture_dir(NATIVE)))
+    found, expected = oracle.tensors(tmp_path / "out"), oracle.tensors(iteration_of(NATIVE))
     assert any(key.startswith("model.module.decoder.layers.1.") for key in found)
     assert not any(".layers.0." in key for key in found)
     assert all(oracle.same_bytes(found[key], expected[key]) for key in found)
@@ -264,20 +243,20 @@ def test_args_that_say_otherwise(rng: int | None, args: dict[str, object], why: 
 
 
 def test_states_of_other_shapes_prove_nothing(tmp_path: Path) -> None:
-    tensors, objects = of_stage(oracle.tensors(iteration_of(fixture_dir(NATIVE))), 1)
+    tensors, objects = of_stage(oracle.tensors(iteration_of(NATIVE)), 1)
     key = f"{STATE}decoder.layers.1.self_attention.linear_proj.weight.exp_avg"
     tensors[key] = tensors[key][:-1].clone()
     args = argparse.Namespace(num_layers=2, pipeline_model_parallel_size=2)
     state = {**tensors, **objects, "args": args, "iteration": 2, "checkpoint_version": 3.0}
-    assert key in refusal(write(tmp_path / "stage" / "iter_0000002", state), tmp_path, MappingError)
+    assert key in refusal(saved(tmp_path / "stage" / "iter_0000002", state), tmp_path, MappingError)
 
 
 def test_weights_alone_do_not_tell_their_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tensors, _ = of_stage(oracle.tensors(iteration_of(fixture_dir(NATIVE))), 1)
+    tensors, _ = of_stage(oracle.tensors(iteration_of(NATIVE)), 1)
     weights = {key: value for key, value in tensors.items() if key.startswith("model.")}
     args = argparse.Namespace(num_layers=2, pipeline_model_parallel_size=2, swiglu=True, bf16=True)
     state = {**weights, "args": args, "iteration": 2, "checkpoint_version": 3.0}
-    source = write(tmp_path / "stage" / "iter_0000002", state)
+    source = saved(tmp_path / "stage" / "iter_0000002", state)
     assert "no optimizer states tell of which stage they are" in refusal(source, tmp_path, MappingError)
     assert run(["verify", str(source)]) == 1
     assert "MLM#7452: the weights are of layers 0, the args say 2 layers and 2 pipeline stages" in (

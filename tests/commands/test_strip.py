@@ -7,30 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch.distributed import checkpoint as dcp
+import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
+from ckpt_tools import TargetOptions, strip_checkpoint
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.convert.options import ConvertOptions
-from ckpt_tools.commands.convert.to_dcp import convert_to_dcp
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.convert.to_torch_dist import convert_to_torch_dist
-from ckpt_tools.commands.edit.strip import strip_checkpoint
-from ckpt_tools.commands.huggingface.export_hf import export_hf
-from ckpt_tools.commands.job.conversion import EditOptions
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.pickle.unpickle import StandIn
-from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import optimizer_layout
 from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
+from tests.commands.made import dcp, fsdp, hf, iteration_of, stripped, torch_dist
 from tests.conftest import DATA, fixture_dir
 from tests.damage import ITERATION, copy_of, flip_bit, payload_of
-from tests.folders import is_sound, root_of
+from tests.folders import content, is_sound, root_of
 
-RUN, MOE = DATA / "core019_llama_tp2_fully_reshardable", fixture_dir("core019_moe_ep2_fully_reshardable")
+RUN, MOE = DATA / "core019_llama_tp2_fully_reshardable", "core019_moe_ep2_fully_reshardable"
 FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 TORCH_DIST = [
     "core019_moe_ep2_fully_reshardable",
@@ -47,14 +40,10 @@ NATIVE = ["core019_llama_tp2_native_fsdp_dtensor", "core019_moe_dp1_native_fsdp_
 OF_THE_OPTIMIZER = ("optimizer", "chained_", "opt_param_scheduler", "rng_state", "rerun_state")
 
 
-def iteration_of(root: Path) -> Path:
-    return next(iter(root.glob("iter_*")), root)
-
-
 @pytest.mark.parametrize("name", TORCH_DIST + NATIVE)
 def test_the_weights_stay_where_they_were(name: str, tmp_path: Path) -> None:
-    done = strip_checkpoint(str(root_of(name)), str(tmp_path / "out"))
-    before, after = iteration_of(root_of(name)), iteration_of(tmp_path / "out")
+    done = strip_checkpoint(root_of(name), tmp_path / "out")
+    before, after = iteration_of(name), iteration_of(tmp_path / "out")
     was, now = oracle.metadata(before), oracle.metadata(after)
     kept = {key for key in was.state_dict_metadata if not key.startswith(OF_THE_OPTIMIZER)}
     assert now.state_dict_metadata.keys() == kept
@@ -77,10 +66,9 @@ def test_the_weights_stay_where_they_were(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", TORCH_DIST)
-def test_the_common_state_says_nothing_of_an_optimizer(name: str, tmp_path: Path) -> None:
+def test_the_common_state_says_nothing_of_an_optimizer(name: str) -> None:
     """It has the entries of a job that saved with --no-save-optim --no-save-rng."""
-    strip_checkpoint(str(root_of(name)), str(tmp_path / "out"))
-    with open_checkpoint(str(root_of(name))) as a, open_checkpoint(str(tmp_path / "out")) as b:
+    with open_checkpoint(str(root_of(name))) as a, open_checkpoint(str(stripped(name))) as b:
         was, now = a.common, b.common
         assert (was.source, was.args, was.model_config) == (now.source, now.args, now.model_config)
         assert isinstance(now.values.get("args"), StandIn) == isinstance(was.values.get("args"), StandIn)
@@ -93,20 +81,17 @@ def test_the_common_state_says_nothing_of_an_optimizer(name: str, tmp_path: Path
         assert optimizer_layout(b.catalog, now) == "none"
 
 
-def test_the_same_entries_as_a_job_without_optimizer_writes(tmp_path: Path) -> None:
-    strip_checkpoint(str(root_of("v016_dense_fr_tp2_dp2_te")), str(tmp_path / "out"))
-    with (
-        open_checkpoint(str(root_of("v016_dense_weightsonly_tp2"))) as a,
-        open_checkpoint(str(tmp_path / "out")) as b,
-    ):
+def test_the_same_entries_as_a_job_without_optimizer_writes() -> None:
+    ours, theirs = stripped("v016_dense_fr_tp2_dp2_te"), root_of("v016_dense_weightsonly_tp2")
+    with open_checkpoint(str(theirs)) as a, open_checkpoint(str(ours)) as b:
         assert a.common.values.keys() == b.common.values.keys()
         assert a.common.values["content_metadata"] == b.common.values["content_metadata"]
 
 
 @pytest.mark.parametrize("name", NATIVE)
 def test_masters_cast_to_the_models_type(name: str, tmp_path: Path) -> None:
-    done = strip_checkpoint(str(root_of(name)), str(tmp_path / "out"), "bfloat16")
-    old, new = (oracle.tensors(iteration_of(root)) for root in (root_of(name), tmp_path / "out"))
+    done = strip_checkpoint(root_of(name), tmp_path / "out", "bfloat16")
+    old, new = map(oracle.tensors, (iteration_of(name), tmp_path / "out"))
     rounded = 0
     for key, found in new.items():
         is_buffer = key.endswith(".expert_bias")
@@ -120,33 +105,18 @@ def test_masters_cast_to_the_models_type(name: str, tmp_path: Path) -> None:
     assert is_sound(tmp_path / "out")
 
 
-def test_it_holds_what_a_conversion_of_the_weights_holds(tmp_path: Path) -> None:
-    convert_to_fsdp_dtensor(str(MOE), str(tmp_path / "whole"))
-    strip_checkpoint(str(tmp_path / "whole"), str(tmp_path / "stripped"), "bfloat16")
-    weights = ConvertOptions(target=TargetOptions(weights_only=True, dtype="bfloat16"))
-    convert_to_fsdp_dtensor(str(MOE), str(tmp_path / "weights"), weights)
-    found, expected = (oracle.tensors(tmp_path / name / ITERATION) for name in ("stripped", "weights"))
-    assert found.keys() == expected.keys()
-    assert all(oracle.same_bytes(found[key], expected[key]) for key in expected)
+def test_it_holds_what_a_conversion_of_the_weights_holds() -> None:
+    oracle.assert_same(stripped(fsdp(MOE), "bfloat16"), fsdp(MOE, weights_only=True, dtype="bfloat16"))
 
 
-@pytest.mark.parametrize("root", [RUN, FSDP], ids=lambda root: root.name)
-def test_what_was_stripped_is_exported_as_the_whole(root: Path, tmp_path: Path) -> None:
-    strip_checkpoint(str(root), str(tmp_path / "weights"))
-    for name, source in (("a", root), ("b", tmp_path / "weights")):
-        export_hf(str(source), str(tmp_path / name))
-    tensors = [load_file(tmp_path / name / "model.safetensors") for name in "ab"]
-    assert tensors[0].keys() == tensors[1].keys()
-    assert all(oracle.same_bytes(tensors[0][key], tensors[1][key]) for key in tensors[0])
+@pytest.mark.parametrize("name", [RUN.name, FSDP.name])
+def test_what_was_stripped_is_exported_as_the_whole(name: str) -> None:
+    assert content(hf(stripped(name))) == content(hf(name))
 
 
-def test_what_was_stripped_converts_there_and_back(tmp_path: Path) -> None:
-    strip_checkpoint(str(MOE), str(tmp_path / "weights"))
-    convert_to_fsdp_dtensor(str(tmp_path / "weights"), str(tmp_path / "fsdp"))
-    convert_to_torch_dist(str(tmp_path / "fsdp"), str(tmp_path / "back"))
-    found, expected = (oracle.tensors(tmp_path / name / ITERATION) for name in ("back", "weights"))
-    assert found.keys() == expected.keys()
-    assert all(oracle.same_bytes(found[key], expected[key]) for key in expected)
+def test_what_was_stripped_converts_there_and_back() -> None:
+    weights = stripped(MOE)
+    oracle.assert_same(torch_dist(fsdp(weights)), weights)
 
 
 def test_only_what_is_kept_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,37 +135,21 @@ def test_only_what_is_kept_is_read(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bf16"])
 def test_other_types_are_refused(dtype: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=f"--dtype {dtype}: weights can be written as bfloat16"):
-        strip_checkpoint(str(FSDP), str(tmp_path / "out"), dtype)
+        strip_checkpoint(FSDP, tmp_path / "out", dtype)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is torch_dist, whose weights have the element type of the job"):
-        strip_checkpoint(str(RUN), str(tmp_path / "out"), "bfloat16")
-    strip_checkpoint(str(RUN), str(tmp_path / "weights"))
+        strip_checkpoint(RUN, tmp_path / "out", "bfloat16")
     with pytest.raises(UsageError, match="holds weights alone"):
-        strip_checkpoint(str(tmp_path / "weights"), str(tmp_path / "out"))
+        strip_checkpoint(stripped(RUN.name), tmp_path / "out")
     with pytest.raises(UsageError, match="overlap"):
-        strip_checkpoint(str(RUN), str(RUN / ITERATION))
-    export_hf(str(RUN), str(tmp_path / "hf"))
+        strip_checkpoint(RUN, RUN / ITERATION)
     with pytest.raises(
         UnsupportedCheckpointError, match="is a Hugging Face model, which holds weights alone"
     ):
-        strip_checkpoint(str(tmp_path / "hf"), str(tmp_path / "out"))
+        strip_checkpoint(hf(RUN.name), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    def stop(done: int, _total: int) -> None:
-        if done:
-            raise RuntimeError("stopped")
-
-    with pytest.raises(RuntimeError, match="stopped"):
-        strip_checkpoint(str(RUN), str(tmp_path / "out"), None, EditOptions(), stop)
-    strip_checkpoint(str(RUN), str(tmp_path / "out"), None, EditOptions(resume=True))
-    strip_checkpoint(str(RUN), str(tmp_path / "whole"))
-    for name in ("__0_0.distcp", "__1_0.distcp", ".metadata"):
-        whole, resumed = ((tmp_path / place / ITERATION / name).read_bytes() for place in ("whole", "out"))
-        assert whole == resumed
 
 
 class Net(torch.nn.Module):
@@ -225,26 +179,24 @@ def plain_state(flat: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("flat", [False, True])
 def test_a_plain_state_dict_keeps_its_model(flat: bool, tmp_path: Path) -> None:
     state = plain_state(flat)
-    dcp.save(state, checkpoint_id=tmp_path / "in", no_dist=True)
-    done = strip_checkpoint(str(tmp_path / "in"), str(tmp_path / "out"))
+    torch_dcp.save(state, checkpoint_id=tmp_path / "in", no_dist=True)
+    done = strip_checkpoint(tmp_path / "in", tmp_path / "out")
     weights = Net().state_dict()
     names = {name if flat else f"model.{name}" for name in weights}
     assert set(oracle.metadata(tmp_path / "out").state_dict_metadata) == names
     assert any("exp_avg" in key for key in done.edits.removed)
     assert any(key.startswith("lr_scheduler") for key in done.edits.removed)
     empty = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-    dcp.load(empty if flat else {"model": empty}, checkpoint_id=tmp_path / "out", no_dist=True)
+    torch_dcp.load(empty if flat else {"model": empty}, checkpoint_id=tmp_path / "out", no_dist=True)
     expected = state if flat else state["model"]
     assert all(oracle.same_bytes(empty[name], expected[name]) for name in weights)
     assert is_sound(tmp_path / "out")
     with pytest.raises(UsageError, match="holds weights alone"):
-        strip_checkpoint(str(tmp_path / "out"), str(tmp_path / "again"))
+        strip_checkpoint(tmp_path / "out", tmp_path / "again")
     with pytest.raises(UsageError, match="is dcp, whose weights have the element type of the job"):
-        strip_checkpoint(str(tmp_path / "in"), str(tmp_path / "again"), "bfloat16")
+        strip_checkpoint(tmp_path / "in", tmp_path / "again", "bfloat16")
     with pytest.raises(UsageError, match="whose program makes its own optimizer"):
-        strip_checkpoint(
-            str(tmp_path / "in"), str(tmp_path / "again"), fresh=TargetOptions(fresh_optimizer=True)
-        )
+        strip_checkpoint(tmp_path / "in", tmp_path / "again", fresh=TargetOptions(fresh_optimizer=True))
 
 
 @pytest.mark.parametrize(("name", "root"), [("module_num_rng", "module"), ("net_epoch", "net")])
@@ -254,26 +206,16 @@ def test_no_weight_is_left_out_whatever_its_dict_is_called(
     source = user_cases / "dcp_model_root" / name
     assert is_sound(source)
     model = {key: value for key, value in oracle.tensors(source).items() if key.startswith(f"{root}.")}
-    strip_checkpoint(str(source), str(tmp_path / "out"))
+    strip_checkpoint(source, tmp_path / "out")
     assert run(["convert", str(source), str(tmp_path / "cut"), "--to", "dcp", "--dp-shard", "2", "-q"]) == 0
     for folder, kept in (("out", model), ("cut", oracle.tensors(source))):
         found = oracle.tensors(tmp_path / folder)
-        assert found.keys() == kept.keys()
-        assert all(oracle.same_bytes(found[key], kept[key]) for key in kept)
+        oracle.assert_same(found, kept)
 
 
 def test_a_plain_state_dict_of_megatron_is_converted(tmp_path: Path) -> None:
     """Its kind is told by its optimizer: without one it would be taken for Megatron-FSDP's."""
-    convert_to_dcp(str(RUN), str(tmp_path / "in"))
+    source = dcp(RUN)
     with pytest.raises(UnsupportedCheckpointError, match="`convert --to torch_dist --weights-only`"):
-        strip_checkpoint(str(tmp_path / "in"), str(tmp_path / "out"))
-    words = [
-        "convert",
-        str(tmp_path / "in"),
-        str(tmp_path / "out"),
-        "--to",
-        "torch_dist",
-        "--weights-only",
-        "-q",
-    ]
-    assert run(words) == 0
+        strip_checkpoint(source, tmp_path / "out")
+    torch_dist(source, weights_only=True)

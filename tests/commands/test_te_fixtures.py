@@ -9,17 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_tools.commands.convert.options import ConvertOptions
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
-from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
-from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from ckpt_tools.model.choices import DialectName
 from tests.commands import oracle
+from tests.commands.made import fsdp, iteration_of, torch_dist
 from tests.commands.test_remainders import expected_of_buckets, expected_of_natural
-from tests.commands.test_to_fsdp_dtensor import source_of
-from tests.commands.test_to_torch_dist import assert_same_tensors
-from tests.conftest import fixture_dir
 
 Tensors = dict[str, torch.Tensor]
 STATE = "optimizer.state."
@@ -146,10 +139,6 @@ SOURCES: list[tuple[str, Callable[[Path], Tensors], DialectName | None]] = [
     ("te_prec8_dp2_dpr", expected_of_buckets, None),
     ("v16_moe_ep2_fr", as_stored, "core-0.16"),
 ]
-TWINS = {
-    "te_llama_dp2_buckets_dpr": "te_llama_dp2_buckets_fr",
-    "te_remainder8_tp2_dpr": "te_remainder_tp2_fr",
-}
 NATIVE: list[tuple[str, DialectName | None]] = [
     ("n_llama_dp2", None),
     ("n_moe_ep2", None),
@@ -163,25 +152,10 @@ NATIVE: list[tuple[str, DialectName | None]] = [
 
 @pytest.mark.parametrize(("name", "whole", "dialect"), SOURCES)
 def test_a_3d_job_goes_to_megatron_fsdp_and_back(
-    name: str, whole: Callable[[Path], Tensors], dialect: DialectName | None, tmp_path: Path
+    name: str, whole: Callable[[Path], Tensors], dialect: DialectName | None
 ) -> None:
-    there_and_back(name, whole(source_of(fixture_dir(name))), dialect, tmp_path)
-
-
-@pytest.mark.parametrize("name", TWINS)
-def test_another_layout_of_the_same_run_gives_the_same(name: str, tmp_path: Path) -> None:
-    twin = source_of(fixture_dir(TWINS[name]))
-    there_and_back(
-        name, expected_of_natural(twin) if "remainder" in name else as_stored(twin), None, tmp_path
-    )
-
-
-def there_and_back(name: str, expected: Tensors, dialect: DialectName | None, tmp_path: Path) -> None:
-    source = source_of(fixture_dir(name))
-    options = ConvertOptions(target=TargetOptions(tp=1, dialect=dialect), check_masters="all")
-    convert_to_fsdp_dtensor(str(source), str(tmp_path / "there"), options)
-    assert_same_tensors(of_the_model(tmp_path / "there"), running(expected, gated="gpt" not in name))
-    convert_to_torch_dist(str(tmp_path / "there"), str(tmp_path / "back"))
+    there, expected = fsdp(name, tp=1, dialect=dialect), whole(iteration_of(name))
+    oracle.assert_same(of_the_model(there), running(expected, gated="gpt" not in name))
     masters = {key: expected[f"{STATE}param.{key}"] for key in expected if f"{STATE}param.{key}" in expected}
     rounded = {key: master.bfloat16() for key, master in masters.items()}
     if "prec" in name:  # Transformer Engine rounds a master that lies halfway up, all others to even
@@ -191,23 +165,16 @@ def there_and_back(name: str, expected: Tensors, dialect: DialectName | None, tm
             assert halfway.numel() <= 1
     if "prec" in name or "fp8param" in name:  # the latter held E4M3
         expected |= rounded
-    assert_same_tensors(oracle.tensors(tmp_path / "back"), expected)
+    oracle.assert_same(torch_dist(there), expected)
 
 
 @pytest.mark.parametrize(("name", "dialect"), NATIVE)
-def test_a_native_checkpoint_goes_to_3d_and_back(
-    name: str, dialect: DialectName | None, tmp_path: Path
-) -> None:
-    source = source_of(fixture_dir(name))
-    options = ToTorchDistOptions(target=TorchDistOptions(dialect=dialect))
-    convert_to_torch_dist(str(source), str(tmp_path / "there"), options)
-    stored = oracle.tensors(tmp_path / "there")
-    native = of_the_model(source)
-    assert_same_tensors(running(stored, gated=True), native)
+def test_a_native_checkpoint_goes_to_3d_and_back(name: str, dialect: DialectName | None) -> None:
+    there, native = torch_dist(name, dialect=dialect), of_the_model(iteration_of(name))
+    stored = oracle.tensors(there)
+    oracle.assert_same(running(stored, gated=True), native)
     masters = [key for key in stored if f"{STATE}param.{key}" in stored]
     assert masters
     for key in masters:
         assert oracle.same_bytes(stored[key], stored[f"{STATE}param.{key}"].bfloat16()), key
-    again = ConvertOptions(target=TargetOptions(tp=1, dialect=dialect), check_masters="all")
-    convert_to_fsdp_dtensor(str(tmp_path / "there"), str(tmp_path / "again"), again)
-    assert_same_tensors(of_the_model(tmp_path / "again"), native)
+    oracle.assert_same(of_the_model(fsdp(there, tp=1, dialect=dialect)), native)

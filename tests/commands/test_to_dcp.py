@@ -16,28 +16,17 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import ckpt_tools
+from ckpt_tools import ConvertOptions, Layout, Topology, convert_to_dcp, convert_to_fsdp_dtensor, slice_layers
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.convert.options import ConvertOptions
-from ckpt_tools.commands.convert.to_dcp import convert_to_dcp
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.convert.to_torch_dist import convert_to_torch_dist
-from ckpt_tools.commands.edit.slice import slice_layers
-from ckpt_tools.commands.job.placements import Layout
 from ckpt_tools.errors import UnsupportedCheckpointError
 from ckpt_tools.formats.locate.detect import locate
-from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
-from ckpt_tools.sharding.topology import Topology
 from tests.commands import oracle
+from tests.commands.made import dcp, fsdp, hf, iteration_of, torch_dist
 from tests.conftest import DATA, REPO, fixture_dir
 from tests.megatron.dcp.sharded_cases import sharded as sharded  # noqa: PLC0414  a fixture
 
-LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
-MOE = fixture_dir("core019_moe_ep2_fully_reshardable")
+LLAMA, MOE = "core019_llama_tp2_fully_reshardable", "core019_moe_ep2_fully_reshardable"
 SAVED = {"save", "ckpt_format", "dump_param_to_param_group_map"}  # the two runs differ in these arguments
-
-
-def iteration(root: Path) -> Path:
-    return next(root.rglob(".metadata")).parent
 
 
 def weights_of(folder: Path) -> list[str]:
@@ -64,22 +53,10 @@ def chunks(folder: Path) -> dict[str, list[tuple[str, int, int]]]:
     return {key: sorted(places, key=lambda p: p[1]) for key, places in found.items()}
 
 
-def objects(folder: Path) -> dict[str, bytes]:
-    """The archive of every object."""
-    found = {}
-    for index, info in oracle.metadata(folder).storage_data.items():
-        if not isinstance(oracle.metadata(folder).state_dict_metadata[index.fqn], TensorStorageMetadata):
-            data = (oracle.files_of(folder) / info.relative_path).read_bytes()
-            found[index.fqn] = data[info.offset : info.offset + info.length]
-    return found
-
-
 def assert_same(a: Path, b: Path, apart: Set[str] = frozenset()) -> None:
     """Equal keys, tensors bit for bit, and objects byte for byte but for the keys in `apart`."""
-    left, right = oracle.tensors(a), oracle.tensors(b)
-    assert left.keys() == right.keys()
-    assert [key for key in left if not oracle.same_bytes(left[key], right[key])] == []
-    first, second = objects(a), objects(b)
+    oracle.assert_same(a, b)
+    first, second = oracle.objects(a), oracle.objects(b)
     assert first.keys() == second.keys()
     assert [key for key in first if first[key] != second[key] and key not in apart] == []
 
@@ -87,34 +64,21 @@ def assert_same(a: Path, b: Path, apart: Set[str] = frozenset()) -> None:
 # ---- Megatron's torch_dcp: one run, saved in two formats
 
 
-@pytest.mark.parametrize("convert", [convert_to_fsdp_dtensor, convert_to_torch_dist, convert_to_dcp])
-def test_one_run_saved_as_torch_dcp_and_as_torch_dist_gives_the_same(convert, tmp_path):
-    if convert is convert_to_dcp:  # which keeps the keys of the one: compared by way of another format
-        convert_to_dcp(str(fixture_dir("tf2_dist")), str(tmp_path / "plain"))
-        convert_to_fsdp_dtensor(str(tmp_path / "plain"), str(tmp_path / "b"))
-        convert_to_fsdp_dtensor(str(fixture_dir("tf2_dcp")), str(tmp_path / "a"))
-    else:
-        convert(str(fixture_dir("tf2_dcp")), str(tmp_path / "a"))
-        convert(str(fixture_dir("tf2_dist")), str(tmp_path / "b"))
-    a, b = iteration(tmp_path / "a"), iteration(tmp_path / "b")
-    if convert is not convert_to_torch_dist:
-        assert_same(a, b, {"args"})
-        first, second = (vars(oracle.item(folder, "args")) for folder in (a, b))
+def test_one_run_saved_as_torch_dcp_and_as_torch_dist_gives_the_same():
+    a, b = fsdp("tf2_dcp"), fsdp("tf2_dist")
+    for other in (b, fsdp(dcp("tf2_dist"))):  # which keeps the keys of the one
+        assert_same(a, other, {"args"})
+        first, second = (vars(oracle.item(folder, "args")) for folder in (a, other))
         assert {name for name in first if first[name] != second[name]} == SAVED
-        return
-    left, right = oracle.tensors(a), oracle.tensors(b)
-    assert left.keys() == right.keys()
-    assert [key for key in left if not oracle.same_bytes(left[key], right[key])] == []
+    a, b = torch_dist("tf2_dcp"), torch_dist("tf2_dist", dialect="main")
+    oracle.assert_same(a, b)
     first, second = (oracle.item(folder, "common_state/shard_0_1")[0]["optimizer"] for folder in (a, b))
     assert first == second
 
 
-def test_weights_alone_are_the_masters_of_either(tmp_path):
-    options = ConvertOptions(target=TargetOptions(weights_only=True))
-    for name in ("tf2_dcp", "tf2_dist"):
-        convert_to_fsdp_dtensor(str(fixture_dir(name)), str(tmp_path / name), options)
-    assert_same(iteration(tmp_path / "tf2_dcp"), iteration(tmp_path / "tf2_dist"), {"args"})
-    stored = oracle.tensors(iteration(tmp_path / "tf2_dcp"))
+def test_weights_alone_are_the_masters_of_either():
+    assert_same(fsdp("tf2_dcp", weights_only=True), fsdp("tf2_dist", weights_only=True), {"args"})
+    stored = oracle.tensors(fsdp("tf2_dcp", weights_only=True))
     assert {t.dtype for k, t in stored.items() if k.startswith("model.")} == {torch.float32}
 
 
@@ -124,7 +88,7 @@ def test_masters_of_another_weight_are_found(tmp_path):
     shutil.copytree(fixture_dir("tf2_dcp"), root)
     for path in root.rglob("*"):
         path.chmod(0o755 if path.is_dir() else 0o644)
-    folder = iteration(root)
+    folder = oracle.files_of(root)
     fresh = pickle.loads((folder / ".metadata").read_bytes())
     a, b = "optimizer.fp32_from_fp16_params.0.1", "optimizer.fp32_from_fp16_params.0.5"
     data = {(i.fqn, tuple(i.offset or ())): (i, info) for i, info in fresh.storage_data.items()}
@@ -132,21 +96,19 @@ def test_masters_of_another_weight_are_found(tmp_path):
         (i, first), (j, second) = data[a, offset], data[b, offset]
         fresh.storage_data[i], fresh.storage_data[j] = second, first
     (folder / ".metadata").write_bytes(pickle.dumps(fresh))
-    report = ckpt_tools.verify_checkpoint(str(root), options=ckpt_tools.VerifyOptions(content=True))
+    report = ckpt_tools.verify_checkpoint(root, options=ckpt_tools.VerifyOptions(content=True))
     assert {finding.check for finding in report.findings} == {"masters"}
     with pytest.raises(ckpt_tools.CkptError, match="do not round to the stored weights"):
-        convert_to_fsdp_dtensor(str(root), str(tmp_path / "out"))
+        convert_to_fsdp_dtensor(root, tmp_path / "out")
 
 
 # ---- to plain DCP
 
 
 @pytest.mark.parametrize("source", [LLAMA, MOE])
-def test_a_plain_state_dict_holds_what_fsdp_dtensor_does_in_whole_tensors(source, tmp_path):
+def test_a_plain_state_dict_holds_what_fsdp_dtensor_does_in_whole_tensors(source):
     """Against the conversion to the other format, whose halves are joined here, by hand."""
-    convert_to_dcp(str(source), str(tmp_path / "dcp"))
-    convert_to_fsdp_dtensor(str(source), str(tmp_path / "fsdp"))
-    found, other = oracle.tensors(iteration(tmp_path / "dcp")), oracle.tensors(iteration(tmp_path / "fsdp"))
+    found, other = oracle.tensors(dcp(source)), oracle.tensors(fsdp(source))
     expected = {}
     for key, tensor in other.items():
         name = key.replace("model.module.", "model.").replace("state.module.module.module.", "state.")
@@ -158,51 +120,29 @@ def test_a_plain_state_dict_holds_what_fsdp_dtensor_does_in_whole_tensors(source
             expected[name] = torch.cat([tensor, up]) if tensor.dim() else tensor
         else:
             expected[name] = tensor
-    assert found.keys() == expected.keys()
-    assert [key for key in found if not oracle.same_bytes(found[key], expected[key])] == []
-
-
-@pytest.mark.parametrize("source", [LLAMA, MOE])
-def test_there_and_back_nothing_is_lost(source, tmp_path):
-    convert_to_dcp(str(source), str(tmp_path / "dcp"))
-    convert_to_fsdp_dtensor(str(tmp_path / "dcp"), str(tmp_path / "back"))
-    convert_to_fsdp_dtensor(str(source), str(tmp_path / "straight"))
-    assert_same(iteration(tmp_path / "back"), iteration(tmp_path / "straight"))
+    oracle.assert_same(found, expected)
 
 
 @pytest.mark.parametrize(
-    "name", ["te_gdn_tp2_fr", "te_mla_ep2_fr", "te_moe_ep2_dpr", "te_remainder_tp2_fr", "n_moe_ep2"]
+    "name",
+    [LLAMA, MOE, "te_gdn_tp2_fr", "te_mla_ep2_fr", "te_moe_ep2_dpr", "te_remainder_tp2_fr", "n_moe_ep2"],
 )
-def test_every_layout_of_real_jobs_goes_there_and_back(name, tmp_path):
+def test_every_layout_of_real_jobs_goes_there_and_back(name):
     """Fused and packed projections, prediction layers, experts, buckets, computed masters, native FSDP."""
-    source, target = fixture_dir(name), TargetOptions(tp=2)
-    convert_to_dcp(str(source), str(tmp_path / "dcp"), ConvertOptions(target=target))
-    convert_to_fsdp_dtensor(str(tmp_path / "dcp"), str(tmp_path / "back"), ConvertOptions(target=target))
-    if name.startswith("n_"):
-        straight = iteration(source)
-    else:
-        convert_to_fsdp_dtensor(str(source), str(tmp_path / "straight"), ConvertOptions(target=target))
-        straight = iteration(tmp_path / "straight")
-    back = oracle.tensors(iteration(tmp_path / "back"))
-    there = oracle.tensors(straight)
-    rng = {key for key in (*back, *there) if key.startswith("rng_state.")}
-    assert back.keys() - rng == there.keys() - rng
-    assert [key for key in back.keys() - rng if not oracle.same_bytes(back[key], there[key])] == []
+    back = fsdp(dcp(name, tp=2), tp=2)
+    if not name.startswith("n_"):
+        assert_same(back, fsdp(name, tp=2))
+        return
+    tensors = [  # its rng states are of one rank
+        {k: t for k, t in oracle.tensors(folder).items() if not k.startswith("rng_state.")}
+        for folder in (back, iteration_of(name))
+    ]
+    oracle.assert_same(*tensors)
 
 
 def test_a_hugging_face_model_keeps_its_names(tmp_path):
-    ckpt_tools.export_hf(str(LLAMA), str(tmp_path / "hf"))
-    report = convert_to_dcp(
-        str(tmp_path / "hf"), str(tmp_path / "dcp"), ConvertOptions(layout=Layout(world=2))
-    )
-    from safetensors.torch import load_file
-
-    expected = {
-        f"model.{k}": t for f in (tmp_path / "hf").glob("*.safetensors") for k, t in load_file(f).items()
-    }
-    found = oracle.tensors(tmp_path / "dcp")
-    assert found.keys() == expected.keys()
-    assert all(oracle.same_bytes(found[key], expected[key]) for key in found)
+    report = convert_to_dcp(hf(LLAMA), tmp_path / "dcp", ConvertOptions(layout=Layout(world=2)))
+    oracle.assert_same(tmp_path / "dcp", {f"model.{k}": t for k, t in oracle.model(hf(LLAMA)).items()})
     assert report.architecture == "LlamaForCausalLM"
     known = oracle.metadata(tmp_path / "dcp").planner_data
     assert known["model.lm_head.weight"] == ("model", "lm_head.weight")
@@ -216,12 +156,12 @@ def test_a_hugging_face_model_keeps_its_names(tmp_path):
 def test_rows_are_where_fully_shard_has_them(sharded, tmp_path, name, size):
     """Against torch.chunk, for each parameter and each of its states."""
     options = ConvertOptions(layout=Layout("fsdp2", Topology(dp_shard=size)))
-    convert_to_dcp(str(sharded / name), str(tmp_path / "out"), options)
+    convert_to_dcp(sharded / name, tmp_path / "out", options)
     assert_same(tmp_path / "out", sharded / name)
     assert weights_of(tmp_path / "out") == weights_of(
         sharded / name
     )  # an optimizer may number them by that order
-    assert ckpt_tools.verify_checkpoint(str(tmp_path / "out")).is_valid
+    assert ckpt_tools.verify_checkpoint(tmp_path / "out").is_valid
     truth, cut = oracle.tensors(sharded / name), 0
     for key, places in chunks(tmp_path / "out").items():
         if key.endswith((".step", "ntokens_seen")):
@@ -235,7 +175,7 @@ def test_rows_are_where_fully_shard_has_them(sharded, tmp_path, name, size):
 
 def test_replicas_write_once(sharded, tmp_path):
     options = ConvertOptions(layout=Layout("fsdp2", Topology(dp_shard=2, dp_outer=2)))
-    convert_to_dcp(str(sharded / "titan"), str(tmp_path / "out"), options)
+    convert_to_dcp(sharded / "titan", tmp_path / "out", options)
     assert_same(tmp_path / "out", sharded / "titan")
     assert {file for places in chunks(tmp_path / "out").values() for file, _, _ in places} == {
         "__0_0.distcp",
@@ -317,7 +257,7 @@ def test_inspect_and_verify_say_what_it_is(sharded, name, writer, layout):
     counts = {role: total.tensors for (role, dtype), total in found.totals.items() if dtype == "float32"}
     assert counts["weight"] == 18
     assert counts["exp_avg"] == counts["exp_avg_sq"] == 17
-    report = ckpt_tools.verify_checkpoint(str(sharded / name), options=ckpt_tools.VerifyOptions(content=True))
+    report = ckpt_tools.verify_checkpoint(sharded / name, options=ckpt_tools.VerifyOptions(content=True))
     assert report.findings == []
     assert {"states", "groups"} <= {check.name for check in report.checks}
 
@@ -325,7 +265,7 @@ def test_inspect_and_verify_say_what_it_is(sharded, name, writer, layout):
 def without(source: Path, place: Path, *patterns: str, rename: str = "") -> str:
     """A copy without some keys, made by the tool's own editor."""
     operations = [f"remove {pattern}" for pattern in patterns] + ([f"rename {rename}"] if rename else [])
-    ckpt_tools.modify_state_dict(str(source), str(place), operations)
+    ckpt_tools.modify_state_dict(source, place, operations)
     return str(place)
 
 
@@ -349,32 +289,21 @@ def test_real_faults_are_found(sharded, tmp_path, name, removed, renamed, said):
     assert any(said in message for message in found), found
 
 
-@pytest.mark.parametrize(("name", "root"), [("titan", ""), ("app", "app.model."), ("numbered", "model.")])
-def test_print_tensor_shows_what_is_stored_under_a_key(sharded, capsys, name, root):
-    truth = torch.load(sharded / "truth.pt", weights_only=True)["layers.1.up.weight"]
-    key = f"{root}layers.1.up.weight"
-    assert run(["print-tensor", str(sharded / name), key, "--slice", "1:4, 0", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert (shown["key"], shown["shape"]) == (key, list(truth.shape))
-    assert len(shown["chunks"]) > 1
-    assert shown["values"] == truth[1:4, 0].tolist()
-    assert run(["print-tensor", str(sharded / name), "layers.1.up.weigh"]) == 5
-    assert "no tensor or object is stored under 'layers.1.up.weigh'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("words", [["--weights-only"]])
-def test_a_state_dict_is_known_again_beside_weights_for_version_2(tmp_path, words):
+def test_a_state_dict_is_known_again_beside_weights_for_version_2(tmp_path):
     """Both have `model.<name>` beside a record: it says which of them is whose."""
     source = next(fixture_dir("core019_gpt3_tp2_fully_reshardable").glob("iter_*"))
     plain, two = tmp_path / "plain", tmp_path / "two"
-    assert run(["convert", str(source), str(plain), "-q", "--to", "dcp", *words]) == 0
+    assert run(["convert", str(source), str(plain), "-q", "--to", "dcp", "--weights-only"]) == 0
     version_2 = ["--layout", "mfsdp-v2", "--gpus", "2", "--target", "main"]
-    assert run(["convert", str(plain), str(two), "-q", "--to", "fsdp_dtensor", *version_2, *words]) == 0
+    assert (
+        run(["convert", str(plain), str(two), "-q", "--to", "fsdp_dtensor", *version_2, "--weights-only"])
+        == 0
+    )
     assert (
         run(["convert", str(plain), str(tmp_path / "other"), "-q", "--to", "dcp", "--world-size", "2"]) == 0
     )
-    slice_layers(str(plain), str(tmp_path / "slice"), "0:1")
-    slice_layers(str(two), str(tmp_path / "slice of two"), "0:1")
+    slice_layers(plain, tmp_path / "slice", "0:1")
+    slice_layers(two, tmp_path / "slice of two", "0:1")
     kinds = {folder.name: locate(str(folder)).kind for folder in sorted(tmp_path.iterdir())}
     assert kinds == {
         "other": "dcp",
@@ -388,8 +317,8 @@ def test_a_state_dict_is_known_again_beside_weights_for_version_2(tmp_path, word
 def test_a_slice_is_a_whole_state_dict(sharded, tmp_path):
     truth = torch.load(sharded / "truth.pt", weights_only=True)
     for name, root in (("titan", ""), ("app", "app.model."), ("numbered", "model.")):
-        slice_layers(str(sharded / name), str(tmp_path / name), "1:2")
-        assert ckpt_tools.verify_checkpoint(str(tmp_path / name)).findings == []
+        slice_layers(sharded / name, tmp_path / name, "1:2")
+        assert ckpt_tools.verify_checkpoint(tmp_path / name).findings == []
         found = oracle.tensors(tmp_path / name)
         assert oracle.same_bytes(found[f"{root}layers.0.up.weight"], truth["layers.1.up.weight"])
         assert not any("layers.1." in key for key in found)
@@ -405,21 +334,16 @@ def test_a_slice_is_a_whole_state_dict(sharded, tmp_path):
 
 
 def test_a_slice_of_torch_dcp_converts(tmp_path):
-    slice_layers(str(fixture_dir("tf2_dcp")), str(tmp_path / "a"), "1:2")
-    slice_layers(str(fixture_dir("tf2_dist")), str(tmp_path / "b"), "1:2")
-    for name in "ab":
-        convert_to_fsdp_dtensor(str(tmp_path / name), str(tmp_path / f"{name}.fsdp"))
-    left, right = (oracle.tensors(iteration(tmp_path / f"{name}.fsdp")) for name in "ab")
-    assert left.keys() == right.keys()
-    assert all(oracle.same_bytes(left[key], right[key]) for key in left)
+    for name in ("tf2_dcp", "tf2_dist"):
+        slice_layers(fixture_dir(name), tmp_path / name, "1:2")
+    oracle.assert_same(fsdp(tmp_path / "tf2_dcp"), fsdp(tmp_path / "tf2_dist"))
 
 
-def test_diff_sees_one_model_in_three_formats(tmp_path):
-    found = ckpt_tools.diff_checkpoints(str(fixture_dir("tf2_dcp")), str(fixture_dir("tf2_dist")))
+def test_diff_sees_one_model_in_three_formats():
+    found = ckpt_tools.diff_checkpoints(fixture_dir("tf2_dcp"), fixture_dir("tf2_dist"))
     assert found.by == "parameters"
     assert {d.name for d in found.tensors if d.kind != "equal"} == set()
-    convert_to_dcp(str(LLAMA), str(tmp_path / "dcp"))
-    assert ckpt_tools.diff_checkpoints(str(LLAMA), str(tmp_path / "dcp")).is_equal
+    assert ckpt_tools.diff_checkpoints(DATA / LLAMA, dcp(LLAMA)).is_equal
 
 
 # ---- the real classes
@@ -432,7 +356,7 @@ def test_a_real_model_resumes_from_what_was_laid_out(sharded, tmp_path):
         ("app", Layout(world=1)),
         ("numbered", Layout("mfsdp-v1", Topology(dp_shard=2), units=("layers.*",))),
     ):
-        convert_to_dcp(str(sharded / name), str(tmp_path / name), ConvertOptions(layout=layout))
+        convert_to_dcp(sharded / name, tmp_path / name, ConvertOptions(layout=layout))
     shutil.copy(sharded / "truth.pt", tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
@@ -444,21 +368,17 @@ def test_a_real_model_resumes_from_what_was_laid_out(sharded, tmp_path):
     assert json.loads((tmp_path / "resumed.json").read_text()) == {"titan": [], "app": [], "numbered": []}
 
 
-@pytest.mark.parametrize(("name", "kind"), [("numbered", "dcp"), ("weights", "dcp")])
-def test_a_wrapped_module_that_is_not_megatron_lms(sharded, tmp_path, name, kind):
+@pytest.mark.parametrize("name", ["numbered", "weights"])
+def test_a_wrapped_module_that_is_not_megatron_lms(sharded, tmp_path, name):
     """`model.module.` alone does not make `fsdp_dtensor`: Megatron-FSDP on its own, and DDP, write it too."""
     operations = [r"rename ^model\. model.module."] + ([r"remove ^optimizer\."] if name == "weights" else [])
-    ckpt_tools.modify_state_dict(str(sharded / "numbered"), str(tmp_path / "x"), operations)
+    ckpt_tools.modify_state_dict(sharded / "numbered", tmp_path / "x", operations)
     found = ckpt_tools.inspect_checkpoint(str(tmp_path / "x"))
-    assert (found.location.kind, found.writer) == (kind, "PyTorch, of a wrapped module (Megatron-FSDP, DDP)")
-    report = ckpt_tools.verify_checkpoint(str(tmp_path / "x"), options=ckpt_tools.VerifyOptions(content=True))
+    assert (found.location.kind, found.writer) == ("dcp", "PyTorch, of a wrapped module (Megatron-FSDP, DDP)")
+    report = ckpt_tools.verify_checkpoint(tmp_path / "x", options=ckpt_tools.VerifyOptions(content=True))
     assert report.findings == []
 
 
 def test_a_wrapped_megatron_model_converts(tmp_path):
-    ckpt_tools.modify_state_dict(
-        str(fixture_dir("tf2_dcp")), str(tmp_path / "x"), [r"rename ^model\. model.module."]
-    )
-    for source, name in ((tmp_path / "x", "a"), (fixture_dir("tf2_dcp"), "b")):
-        convert_to_fsdp_dtensor(str(source), str(tmp_path / name))
-    assert_same(iteration(tmp_path / "a"), iteration(tmp_path / "b"))
+    ckpt_tools.modify_state_dict(fixture_dir("tf2_dcp"), tmp_path / "x", [r"rename ^model\. model.module."])
+    assert_same(fsdp(tmp_path / "x"), fsdp("tf2_dcp"))

@@ -14,11 +14,9 @@ import torch
 from safetensors import safe_open
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ckpt_tools.commands.convert.group_map import build_group_map
-from ckpt_tools.commands.convert.options import ConvertOptions
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
+from ckpt_tools import TargetOptions, build_group_map
 from tests.commands import oracle
+from tests.commands.made import fsdp, iteration_of
 from tests.conftest import all_checkpoints, fixture_dir
 
 OPTIMIZER = "optimizer.state.module.module.module."
@@ -55,13 +53,10 @@ def options_of(case: Path) -> TargetOptions:
     )
 
 
-def converted(case: Path, output: Path, **options: Any) -> Path:
-    convert_to_fsdp_dtensor(
-        str(source_of(case)),
-        str(output),
-        ConvertOptions(target=options_of(case), check_masters="all", **options),
-    )
-    return output
+def made_of(case: Path, **options: Any) -> Path:
+    """The conversion of a case, with the options that it needs."""
+    asked = options_of(case)
+    return fsdp(source_of(case), layer_spec=asked.layer_spec, tp=asked.tp, **options)
 
 
 def shapes(folder: Path) -> dict[str, object]:
@@ -72,47 +67,19 @@ def shapes(folder: Path) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(("source", "native"), PAIRS)
-def test_keys_shapes_and_types_are_those_of_the_native_checkpoint(source, native, tmp_path):
-    native_dir = source_of_native(fixture_dir(native))
-    out = converted(fixture_dir(source), tmp_path / "out")
+def test_keys_shapes_types_and_values_are_those_of_the_native_checkpoint(source, native):
+    """Group fields, scheduler and progress too."""
+    native_dir, out = iteration_of(native), made_of(fixture_dir(source))
     ours, theirs = shapes(out), shapes(native_dir)
-    assert ours.keys() == theirs.keys()
     assert ours == theirs
-    paths = [oracle.metadata(folder).planner_data for folder in (out, native_dir)]
-    assert paths[0] == paths[1]
+    assert oracle.metadata(out).planner_data == oracle.metadata(native_dir).planner_data
     assert not (out / "metadata.json").exists()
-
-
-def source_of_native(case: Path) -> Path:
-    return next(case.glob("iter_*"))
-
-
-@pytest.mark.parametrize(("source", "native"), PAIRS)
-def test_group_fields_scheduler_and_progress_equal_the_native_ones(source, native, tmp_path):
-    native_dir = source_of_native(fixture_dir(native))
-    out = converted(fixture_dir(source), tmp_path / "out")
     compared = 0
-    for key, shape in shapes(native_dir).items():
+    for key, shape in theirs.items():
         if shape == "BYTES" and not key.startswith(("rng_state", "args")):
             assert oracle.item(out, key) == oracle.item(native_dir, key), key
             compared += 1
     assert compared > 200
-
-
-@pytest.mark.parametrize(
-    "source", ["core019_llama_tp2_fully_reshardable", "core019_gpt3_tp2_fully_reshardable"]
-)
-def test_values_are_near_those_of_the_native_run(source, tmp_path):
-    """The native run sums gradients in another order: within 3 % of each tensor's largest value."""
-    native = oracle.tensors(
-        source_of_native(fixture_dir(source.replace("fully_reshardable", "native_fsdp_dtensor")))
-    )
-    ours = oracle.tensors(converted(fixture_dir(source), tmp_path / "out"))
-    for key, theirs in native.items():
-        if not key.startswith("rng_state"):
-            assert (ours[key] - theirs).abs().max() <= 0.03 * theirs.abs().max() + 1e-12, key
-        elif "torch_rng_state" in key:
-            assert oracle.same_bytes(ours[key], theirs), key
 
 
 def expected_values(truth: Path, optimizer: bool) -> dict[str, torch.Tensor]:
@@ -146,15 +113,8 @@ def spelled_for_main(name: str) -> str:
 @pytest.mark.parametrize(
     "case", [c for c in cases() if (c / "truth.safetensors").exists()], ids=lambda c: c.name
 )
-def test_every_value_equals_the_truth_bit_for_bit(case, tmp_path):
-    options = options_of(case)
-    if case.name.startswith("bridge_"):
-        options = TargetOptions(layer_spec=options.layer_spec, dialect="main")
-    out = tmp_path / "out"
-    convert_to_fsdp_dtensor(
-        str(source_of(case)), str(out), ConvertOptions(target=options, check_masters="all")
-    )
-    ours = oracle.tensors(out)
+def test_every_value_equals_the_truth_bit_for_bit(case):
+    ours = oracle.tensors(made_of(case, dialect="main" if case.name.startswith("bridge_") else None))
     expected = {
         spelled_for_main(key): t for key, t in expected_values(case / "truth.safetensors", True).items()
     }
@@ -169,7 +129,7 @@ def test_every_value_equals_the_truth_bit_for_bit(case, tmp_path):
 )
 def test_derived_groups_equal_the_recorded_ones(case):
     recorded = json.loads((case / "param_groups.json").read_text())["param_to_group"]
-    derived = build_group_map(str(source_of(case)), options_of(case)).groups
+    derived = build_group_map(source_of(case), options_of(case)).groups
     ours = {key.removeprefix("model.module."): group for key, group in derived.items()}
     tied = "output_layer.weight" not in ours  # the record of a tied model lists the shared matrix twice
     assert ours == {
@@ -183,19 +143,5 @@ DUMPED = [c for c in cases() if (c / "param_to_param_group_map" / "param_to_para
 @pytest.mark.parametrize("case", DUMPED, ids=lambda c: c.name)
 def test_derived_maps_equal_the_dumped_ones(case):
     dumped = json.loads((case / "param_to_param_group_map" / "param_to_param_group_map.json").read_text())
-    assert dict(build_group_map(str(case), options_of(case)).groups) == dumped
-    assert dict(build_group_map(str(case / "param_to_param_group_map")).groups) == dumped
-
-
-def test_two_layouts_of_one_run_convert_to_the_same_bytes(tmp_path):
-    """Saved as fully_reshardable and as dp_reshardable: only `args`, which says how it was saved, differs."""
-    names = ["core019_llama_tp2_fully_reshardable", "core019_llama_tp2_dp_reshardable"]
-    outs = [converted(fixture_dir(name), tmp_path / name) for name in names]
-    tensors = [oracle.tensors(out) for out in outs]
-    assert tensors[0].keys() == tensors[1].keys()
-    assert all(oracle.same_bytes(tensors[0][key], tensors[1][key]) for key in tensors[0])
-    for key, shape in shapes(outs[0]).items():
-        if shape == "BYTES" and key != "args" and "rng_state" not in key:
-            assert oracle.item(outs[0], key) == oracle.item(outs[1], key), key
-    a, b = (vars(oracle.item(out, "args")) for out in outs)
-    assert len({key for key in a if a[key] != b[key]}) == 3
+    assert dict(build_group_map(case, options_of(case)).groups) == dumped
+    assert dict(build_group_map(case / "param_to_param_group_map").groups) == dumped

@@ -13,16 +13,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ckpt_tools.commands.convert.options import ConvertOptions
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
+from ckpt_tools import ConvertOptions, ToTorchDistOptions, convert_to_fsdp_dtensor, convert_to_torch_dist
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError
 from ckpt_tools.megatron.run_state.stored_values import optimizer_groups
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from tests.commands import oracle
-from tests.commands.test_to_fsdp_dtensor import cases, converted, options_of, source_of
+from tests.commands.made import fsdp, torch_dist
+from tests.commands.test_to_fsdp_dtensor import cases, made_of, options_of, source_of
 from tests.conftest import fixture_dir
 
 NATIVE = ("core019_llama_tp2_native_fsdp_dtensor", "core019_gpt3_tp2_native_fsdp_dtensor",
@@ -41,24 +39,12 @@ def objects(folder: Path) -> dict[str, Any]:
     """Every object of a checkpoint; equal archives are unpickled once."""
     loaded: dict[bytes, Any] = {}
     found = {}
-    for key, archive in archives(folder).items():
+    for key, archive in oracle.objects(folder).items():
         if archive not in loaded:
             loaded[archive] = torch.load(
                 io.BytesIO(archive), weights_only=False, pickle_module=oracle.PickleModule
             )
         found[key] = loaded[archive]
-    return found
-
-
-def archives(folder: Path) -> dict[str, bytes]:
-    """The bytes of every object of a checkpoint."""
-    metadata = oracle.metadata(folder)
-    found = {}
-    for index, info in metadata.storage_data.items():
-        if not isinstance(metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
-            with (oracle.files_of(folder) / info.relative_path).open("rb") as file:
-                file.seek(info.offset)
-                found[index.fqn] = file.read(info.length)
     return found
 
 
@@ -77,19 +63,11 @@ def same(a: object, b: object) -> bool:
     return type(a) is type(b) and a == b
 
 
-def assert_same_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    assert [key for key in a if not oracle.same_bytes(a[key], b[key])] == []
-
-
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
-def test_torch_dist_to_fsdp_dtensor_and_back(case, tmp_path):
-    source = source_of(case)
-    folder = f"iter_{common_state(source).get('iteration', 2):07d}"
-    there, back, again = (tmp_path / name / folder for name in ("there", "back", "again"))
-    converted(case, there)
+def test_torch_dist_to_fsdp_dtensor_and_back(case):
+    source, there = source_of(case), made_of(case)
     dtype = None if common_state(source).get("args") else "bfloat16"
-    convert_to_torch_dist(str(there), str(back), ToTorchDistOptions(TorchDistOptions(dtype=dtype)))
+    back = torch_dist(there, dtype=dtype)
 
     before, after = oracle.tensors(source), oracle.tensors(back)
     weights = {key for key in before if not OPTIMIZER.match(key)}
@@ -98,14 +76,14 @@ def test_torch_dist_to_fsdp_dtensor_and_back(case, tmp_path):
         "fully_reshardable",
         None,
     ) and not any("fp32_param" in key for key in before):
-        assert_same_tensors(before, after)
+        oracle.assert_same(before, after)
     assert [key for key in weights if not oracle.same_bytes(before[key], after[key])] == []
 
     # Other layouts hold the same values in another form: compared after bringing both into one.
-    target = options_of(case) if dtype is None else replace(options_of(case), swiglu=True)
-    convert_to_fsdp_dtensor(str(back), str(again), ConvertOptions(target=target))
-    assert_same_tensors(oracle.tensors(there), oracle.tensors(again))
-    assert archives(there) == archives(again)
+    asked = options_of(case)
+    again = fsdp(back, layer_spec=asked.layer_spec, tp=asked.tp, swiglu=None if dtype is None else True)
+    oracle.assert_same(there, again)
+    assert oracle.objects(there) == oracle.objects(again)
 
     assert_same_common_state(source, back)
     extra = [{k for k in objects(f) if "._extra_state/" in k} for f in (source, back)]
@@ -147,11 +125,11 @@ def bucket_groups(source: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", NATIVE)
 def test_a_native_fsdp_dtensor_checkpoint_survives_the_way_back_and_forth(name, tmp_path):
     native = next(fixture_dir(name).glob("iter_*"))
-    convert_to_torch_dist(str(fixture_dir(name)), str(tmp_path / "back"))
+    convert_to_torch_dist(fixture_dir(name), tmp_path / "back")
     back = tmp_path / "back" / native.name
     assert (tmp_path / "back" / "latest_checkpointed_iteration.txt").read_text() == "2"
-    convert_to_fsdp_dtensor(str(back), str(tmp_path / "again"))
-    assert_same_tensors(oracle.tensors(native), oracle.tensors(tmp_path / "again"))
+    convert_to_fsdp_dtensor(back, tmp_path / "again")
+    oracle.assert_same(native, tmp_path / "again")
     assert same(objects(native), objects(tmp_path / "again"))
     weights = oracle.tensors(back)
     for key, value in weights.items():
@@ -162,19 +140,16 @@ def test_a_native_fsdp_dtensor_checkpoint_survives_the_way_back_and_forth(name, 
 def test_rows_grouped_by_rank_are_put_back_by_the_number_of_rng_states(tmp_path):
     case = fixture_dir("main_gdn_fr_tp2")
     options = ConvertOptions(target=replace(options_of(case), tp=2))
-    convert_to_fsdp_dtensor(str(source_of(case)), str(tmp_path / "there"), options)
-    convert_to_torch_dist(str(tmp_path / "there"), str(tmp_path / "back"))
-    assert_same_tensors(oracle.tensors(source_of(case)), oracle.tensors(tmp_path / "back"))
+    convert_to_fsdp_dtensor(source_of(case), tmp_path / "there", options)
+    convert_to_torch_dist(tmp_path / "there", tmp_path / "back")
+    oracle.assert_same(source_of(case), tmp_path / "back")
     wrong = ToTorchDistOptions(TorchDistOptions(tp=1))
     with pytest.raises(MappingError, match="--tp 1: the checkpoint is for 2 tensor-parallel ranks"):
-        convert_to_torch_dist(str(tmp_path / "there"), str(tmp_path / "wrong"), wrong)
+        convert_to_torch_dist(tmp_path / "there", tmp_path / "wrong", wrong)
 
 
-def test_every_layer_and_expert_is_a_chunk_of_its_own(tmp_path):
-    case = fixture_dir("core019_moe_ep2_fully_reshardable")
-    converted(case, tmp_path / "there")
-    convert_to_torch_dist(str(tmp_path / "there"), str(tmp_path / "back"))
-    stored = oracle.metadata(tmp_path / "back").state_dict_metadata
+def test_every_layer_and_expert_is_a_chunk_of_its_own():
+    stored = oracle.metadata(torch_dist(fsdp("core019_moe_ep2_fully_reshardable"))).state_dict_metadata
     expert = stored["optimizer.state.exp_avg.decoder.layers.1.mlp.experts.experts.linear_fc1.weight"]
     assert [c.offsets[0] for c in expert.chunks] == [0, 1, 2, 3]
     assert {tuple(c.sizes) for c in expert.chunks} == {(1, *expert.size[1:])}
@@ -182,24 +157,24 @@ def test_every_layer_and_expert_is_a_chunk_of_its_own(tmp_path):
 
 def test_extra_states_from_a_template_or_none_at_all(tmp_path):
     case = fixture_dir("core019_llama_tp2_fully_reshardable")
-    converted(case, tmp_path / "there")
+    there = fsdp(source_of(case))
     for name, options in (
         ("template", ToTorchDistOptions(extra_state_template=str(source_of(case)))),
         ("none", ToTorchDistOptions(TorchDistOptions(extra_state=False))),
     ):
-        convert_to_torch_dist(str(tmp_path / "there"), str(tmp_path / name), options)
+        convert_to_torch_dist(there, tmp_path / name, options)
     wanted = {key for key in objects(source_of(case)) if "._extra_state/" in key}
     found = [{key for key in objects(tmp_path / n) if "._extra_state/" in key} for n in ("template", "none")]
     assert found == [wanted, set()]
     with pytest.raises(MappingError, match="holds no _extra_state objects"):
         options = ToTorchDistOptions(extra_state_template=str(tmp_path / "none"))
-        convert_to_torch_dist(str(tmp_path / "there"), str(tmp_path / "x"), options)
+        convert_to_torch_dist(there, tmp_path / "x", options)
     assert not (tmp_path / "x").exists()
 
 
 def test_a_dry_run_writes_nothing_and_other_kinds_are_refused(tmp_path):
     native = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
-    report = convert_to_torch_dist(str(native), str(tmp_path / "out"), dry_run=True)
+    report = convert_to_torch_dist(native, tmp_path / "out", dry_run=True)
     assert (report.written, report.groups, report.tensors) == (None, {0: 10, 1: 5}, 36)
     assert (report.masters.use, report.masters.mode) == ("as_stored", "none")  # nothing to compare them with
     assert list(tmp_path.iterdir()) == []
@@ -211,4 +186,4 @@ def test_a_dry_run_writes_nothing_and_other_kinds_are_refused(tmp_path):
         UnsupportedCheckpointError,
         match=r"is a Hugging Face model. `import-hf .* --to torch_dist` makes a Megatron checkpoint of it",
     ):
-        convert_to_torch_dist(str(model), str(tmp_path / "out"))
+        convert_to_torch_dist(model, tmp_path / "out")

@@ -12,13 +12,17 @@ from typing import Any
 
 import pytest
 
-from ckpt_tools.commands.convert.options import ConvertOptions
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
-from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
+from ckpt_tools import (
+    ConvertOptions,
+    TargetOptions,
+    ToTorchDistOptions,
+    convert_to_fsdp_dtensor,
+    convert_to_torch_dist,
+)
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from tests.commands import oracle
-from tests.commands.test_to_fsdp_dtensor import converted, source_of
+from tests.commands.made import fsdp, torch_dist
+from tests.commands.test_to_fsdp_dtensor import source_of
 from tests.conftest import REPO, fixture_dir
 
 MCORE = Path(os.environ.get("CKPT_TOOLS_PEERS", "absent")) / "megatron_core-0.16.1"
@@ -43,10 +47,7 @@ pytestmark = [
     ],
 )
 def test_megatron_loads_a_round_trip_as_it_loads_the_original(name, world, tp, ep, tensors, groups, tmp_path):
-    converted(fixture_dir(name), tmp_path / "there")
-    ours = tmp_path / "back"
-    convert_to_torch_dist(str(tmp_path / "there"), str(ours))
-    ours = oracle.files_of(ours)
+    ours = torch_dist(fsdp(source_of(fixture_dir(name))))
     original = shutil.copytree(source_of(fixture_dir(name)), tmp_path / "original")
     shutil.copy(ours / "common.pt", original)  # 0.16.1 asks for it, and this writer is newer
     reports = run_ranks(world, tp, ep, tmp_path / "store", ours, original)
@@ -92,12 +93,12 @@ def test_the_release_loads_both_ways_of_its_own_checkpoints(name, target, axes, 
     source, ours = source_of(fixture_dir(name)), tmp_path / "back"
     if (source / "common.pt").exists():
         options = ConvertOptions(target=TargetOptions(dialect=target))
-        convert_to_fsdp_dtensor(str(source), str(tmp_path / "there"), options)
+        convert_to_fsdp_dtensor(source, tmp_path / "there", options)
         original = source
-        convert_to_torch_dist(str(tmp_path / "there"), str(ours))  # its record names the program
+        convert_to_torch_dist(tmp_path / "there", ours)  # its record names the program
     else:
         back = ToTorchDistOptions(target=TorchDistOptions(dialect=target))
-        convert_to_torch_dist(str(source), str(ours), back)
+        convert_to_torch_dist(source, ours, back)
         original = oracle.files_of(ours)
     ours = oracle.files_of(ours)
     for report in run_ranks(2, 1, 2, tmp_path / "store", ours, original, axes=axes):

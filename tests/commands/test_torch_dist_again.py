@@ -7,20 +7,17 @@ from typing import Any
 
 import pytest
 
-from ckpt_tools.commands.convert.options import ConvertOptions
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
+from ckpt_tools import ToTorchDistOptions, convert_to_torch_dist
 from ckpt_tools.errors import CorruptCheckpointError, UsageError, VerificationError
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.megatron.run_state.stored_values import optimizer_groups
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from tests.commands import oracle
+from tests.commands.made import fsdp, torch_dist
 from tests.commands.test_source_damage import copy_of, payloads
-from tests.commands.test_to_fsdp_dtensor import options_of, source_of
+from tests.commands.test_to_fsdp_dtensor import made_of, options_of, source_of
 from tests.commands.test_to_torch_dist import (
-    archives,
     assert_same_common_state,
-    assert_same_tensors,
     common_state,
     objects,
     same,
@@ -41,7 +38,7 @@ OTHER_LAYOUTS = (
 
 
 def again(source: Path, output: Path, **target: Any) -> Path:
-    convert_to_torch_dist(str(source), str(output), ToTorchDistOptions(target=TorchDistOptions(**target)))
+    convert_to_torch_dist(source, output, ToTorchDistOptions(target=TorchDistOptions(**target)))
     return output
 
 
@@ -52,13 +49,12 @@ def plain(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(("buckets", "natural"), ONE_RUN)
-def test_buckets_become_what_the_same_run_saved_as_fully_reshardable(buckets, natural, tmp_path):
-    expected = source_of(fixture_dir(natural))
-    made = again(source_of(fixture_dir(buckets)), tmp_path / "made")
-    assert_same_tensors(oracle.tensors(made), oracle.tensors(expected))
+def test_buckets_become_what_the_same_run_saved_as_fully_reshardable(buckets, natural):
+    expected, made = source_of(fixture_dir(natural)), torch_dist(buckets)
+    oracle.assert_same(made, expected)
     assert same(plain(common_state(made)), plain(common_state(expected)))
     ours, theirs = (
-        {key: value for key, value in archives(f).items() if not key.startswith("common_state/")}
+        {key: value for key, value in oracle.objects(f).items() if not key.startswith("common_state/")}
         for f in (made, expected)
     )
     assert ours == theirs
@@ -66,20 +62,23 @@ def test_buckets_become_what_the_same_run_saved_as_fully_reshardable(buckets, na
 
 
 @pytest.mark.parametrize("name", OTHER_LAYOUTS)
-def test_every_layout_is_brought_over_with_all_that_stands_beside_it(name, tmp_path):
+def test_every_layout_is_brought_over_with_all_that_stands_beside_it(name):
     case = fixture_dir(name)
-    source, made = source_of(case), again(source_of(case), tmp_path / "made")
+    source, made = source_of(case), torch_dist(name)
     assert_same_common_state(source, made)
     assert common_state(made)["content_metadata"]["distrib_optim_sharding_type"] == "fully_reshardable"
-    kept = {k: v for k, v in archives(source).items() if "._extra_state/" in k or k.startswith("rerun_state")}
-    assert {k: v for k, v in archives(made).items() if k in kept} == kept
+    kept = {
+        k: v
+        for k, v in oracle.objects(source).items()
+        if "._extra_state/" in k or k.startswith("rerun_state")
+    }
+    assert {k: v for k, v in oracle.objects(made).items() if k in kept} == kept
     before, after = oracle.tensors(source), oracle.tensors(made)
     weights = {key: value for key, value in before.items() if "optimizer." not in key}
     assert [key for key, value in weights.items() if not oracle.same_bytes(value, after[key])] == []
-    options = ConvertOptions(target=options_of(case), check_masters="all")
-    for folder, output in ((source, "one"), (made, "two")):
-        convert_to_fsdp_dtensor(str(folder), str(tmp_path / output), options)
-    assert_same_tensors(oracle.tensors(tmp_path / "one"), oracle.tensors(tmp_path / "two"))
+    oracle.assert_same(
+        made_of(case), fsdp(made, layer_spec=options_of(case).layer_spec, tp=options_of(case).tp)
+    )
 
 
 def test_nothing_to_convert_is_said_with_what_to_give(tmp_path):
@@ -89,7 +88,7 @@ def test_nothing_to_convert_is_said_with_what_to_give(tmp_path):
     ):
         again(source, tmp_path / "out")
     first = again(source, tmp_path / "first", dialect="main")
-    assert_same_tensors(oracle.tensors(first), oracle.tensors(source))
+    oracle.assert_same(first, source)
     with pytest.raises(UsageError, match="nothing to convert"):  # it is main's already, as its record says
         again(first, tmp_path / "out", dialect="main")
     with pytest.raises(UsageError, match=r"--tp 2: no meaning for this conversion to torch_dist"):
@@ -104,7 +103,7 @@ def test_another_program_gets_its_own_grid_of_rng_states_and_what_it_may_ask_for
         "rng_state/shard_0.0.0_1.1.2",
         "rng_state/shard_0.0.1_1.1.2",
     }
-    ours, theirs = archives(made), archives(source)
+    ours, theirs = oracle.objects(made), oracle.objects(source)
     extra = {key for key in theirs if "._extra_state/" in key}
     assert {key: ours[key] for key in extra} == {key: theirs[key] for key in extra}
     assert {key for key in ours if "._extra_state/" in key} > extra
@@ -136,8 +135,7 @@ def test_the_form_and_the_parts_can_be_chosen(tmp_path):
         )
     keys = {key for key in objects(single) if "linear_qkv._extra_state/" in key}
     assert keys == {f"decoder.layers.{i}.self_attention.linear_qkv._extra_state/shard_0_1" for i in (0, 1)}
-    assert_same_tensors(oracle.tensors(again(single, tmp_path / "back", stacked=True)), oracle.tensors(
-        again(source, tmp_path / "made")))  # fmt: skip
+    oracle.assert_same(torch_dist(single, stacked=True), torch_dist("core019_llama_tp2_dp_reshardable"))
 
 
 def test_damaged_masters_are_damage_and_unproven_ones_an_error_of_their_own(tmp_path):
@@ -150,5 +148,5 @@ def test_damaged_masters_are_damage_and_unproven_ones_an_error_of_their_own(tmp_
         again(source, tmp_path / "out")
     unseen = ToTorchDistOptions(write=WriteOptions(check_source="none"))
     with pytest.raises(VerificationError, match="do not round to the stored weights"):
-        convert_to_torch_dist(str(source), str(tmp_path / "out"), unseen)
+        convert_to_torch_dist(source, tmp_path / "out", unseen)
     assert not (tmp_path / "out").exists()

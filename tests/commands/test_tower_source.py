@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from safetensors.numpy import load_file
 from safetensors.torch import save_file as save_torch
 
 from ckpt_tools.cli.app import run
-from tests.conftest import REPO
 from tests.megatron.huggingface.vision_language import (
     AS_FILES,
     AS_MODULES,
@@ -308,13 +305,3 @@ def test_damage_in_another_tower_is_found_before_anything_is_written(
     words = ["export-hf", made, tmp_path / "out", *TOWER, "--hf-config", source]
     assert "truncated" in refusal(words, 4, capsys)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_job_of_several_processes_writes_the_same(tmp_path: Path) -> None:
-    source = qwen2_5_vl(tmp_path / "vl")
-    made = imported(source, tmp_path / "run")
-    out = tmp_path / "out"
-    words = ["export-hf", str(made), str(out), "--hf-config", str(source), *TOWER, "--workers", "2"]
-    # In a process of its own: threads of other tests may still be in this one, which cannot be forked then.
-    subprocess.run([sys.executable, "-m", "ckpt_tools", *words], cwd=REPO, check=True)
-    assert tensors_of(out) == tensors_of(source)

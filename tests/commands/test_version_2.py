@@ -6,22 +6,26 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
+from ckpt_tools import (
+    ImportOptions,
+    Layout,
+    TargetOptions,
+    Topology,
+    diff_checkpoints,
+)
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.check.diff import diff_checkpoints
-from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.commands.convert.version_2 import respelled
-from ckpt_tools.commands.huggingface.import_hf import ImportOptions, completed
-from ckpt_tools.commands.job.opened import open_checkpoint
-from ckpt_tools.commands.job.placements import Layout
-from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
-from ckpt_tools.sharding.topology import Topology
+from ckpt_tools.commands.huggingface.import_hf import completed
 from tests.commands import oracle
+from tests.commands.made import iteration_of, place, torch_dist
 from tests.conftest import fixture_dir
+from tests.folders import is_sound
 
 GPT = "core019_gpt3_tp2_fully_reshardable"
 LLAMA = "core019_llama_tp2_fully_reshardable"
@@ -29,10 +33,11 @@ PEER = Path(os.environ.get("CKPT_TOOLS_PEERS", ""), "megatron_fsdp-0.6.1")
 WORKER = Path(__file__).with_name("version_2_worker.py")
 
 
-def converted(name: str, output: Path, words: str = "--layout mfsdp-v2 --gpus 3 --weights-only") -> Path:
-    source = next(fixture_dir(name).glob("iter_*"))
-    assert run(["convert", str(source), str(output), *words.split()]) == 0
-    return next(output.glob("iter_*"))
+@cache
+def converted(words: str = "--layout mfsdp-v2 --gpus 3 --weights-only") -> Path:
+    output = place()
+    assert run(["convert", str(iteration_of(GPT)), str(output), *words.split()]) == 0
+    return oracle.files_of(output)
 
 
 @pytest.mark.parametrize(
@@ -56,8 +61,8 @@ def test_one_wrapper_less(key: str, expected: str) -> None:
     assert respelled(key) == expected
 
 
-def test_the_same_values_under_the_names_of_v2(tmp_path: Path) -> None:
-    one, two = converted(GPT, tmp_path / "v1", "--gpus 3 --weights-only"), converted(GPT, tmp_path / "v2")
+def test_the_same_values_under_the_names_of_v2() -> None:
+    one, two = converted("--gpus 3 --weights-only"), converted()
     was, now = oracle.tensors(one), oracle.tensors(two)
     assert {respelled(key) for key in was} == now.keys()
     assert all(oracle.same_bytes(now[respelled(key)], was[key]) for key in was)
@@ -67,28 +72,24 @@ def test_the_same_values_under_the_names_of_v2(tmp_path: Path) -> None:
     assert all(".".join(map(str, path)) == key for key, path in paths.items())
     objects = oracle.metadata(one).state_dict_metadata.keys() - was.keys()
     assert {respelled(key) for key in objects} == oracle.metadata(two).state_dict_metadata.keys() - now.keys()
-    assert verify_checkpoint(str(two), None, VerifyOptions(content=True)).is_valid
+    assert is_sound(two)
 
 
-def test_it_is_compared_with_what_it_was_made_from_and_goes_back(tmp_path: Path) -> None:
-    source, two = next(fixture_dir(GPT).glob("iter_*")), converted(GPT, tmp_path / "v2")
-    one = converted(GPT, tmp_path / "v1", "--gpus 2 --weights-only")
+def test_it_is_compared_with_what_it_was_made_from_and_goes_back() -> None:
+    source, two = iteration_of(GPT), converted()
+    one = converted("--gpus 2 --weights-only")
     for other in (source, one):
-        report = diff_checkpoints(str(other), str(two))
+        report = diff_checkpoints(other, two)
         named = [found for found in report.tensors if found.name.startswith(("model", "optimizer"))]
         assert len(named) >= 28
         assert all(found.kind == "equal" for found in named)
         assert not [value for value in report.values if value.name.startswith("optimizer")]
-    assert run(["convert", str(two), str(tmp_path / "a"), "-q", "--to", "torch_dist"]) == 0
-    assert run(["convert", str(one), str(tmp_path / "b"), "-q", "--to", "torch_dist"]) == 0
-    first, second = oracle.tensors(tmp_path / "a"), oracle.tensors(tmp_path / "b")
-    assert first.keys() == second.keys()
-    assert all(oracle.same_bytes(first[key], second[key]) for key in first)
+    oracle.assert_same(torch_dist(one), torch_dist(two))
 
 
 def test_laid_out_anew_for_either_version(tmp_path: Path) -> None:
     """v2 to v2 keeps the names, and v2 to v1 and back gives the same bytes."""
-    two = converted(GPT, tmp_path / "v2")
+    two = converted()
 
     def again(source: Path, output: Path, layout: str) -> Path:
         words = ["--layout", layout, "--gpus", "2"]
@@ -110,17 +111,8 @@ def test_laid_out_anew_for_either_version(tmp_path: Path) -> None:
     assert oracle.metadata(other).planner_data == oracle.metadata(back).planner_data
 
 
-def test_weights_alone_are_known_again(tmp_path: Path) -> None:
-    two = converted(GPT, tmp_path / "v2", "--layout mfsdp-v2 --gpus 3 --weights-only")
-    with open_checkpoint(str(two)) as opened:
-        assert opened.location.kind == "fsdp_dtensor"
-        assert opened.common.args
-        assert not any(key.startswith("optimizer") for key in opened.catalog.tensors)
-    assert verify_checkpoint(str(two)).is_valid
-
-
 def test_weights_of_v2_get_no_optimizer_by_strip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    two = converted(GPT, tmp_path / "v2", "--layout mfsdp-v2 --gpus 3 --weights-only")
+    two = converted()
     assert run(["strip", str(two), str(tmp_path / "out"), "-q", "--fresh-optimizer"]) == 2
     assert "is named for Megatron-FSDP v2, which loads no optimizer" in capsys.readouterr().err.replace(
         "\n", " "
@@ -128,7 +120,7 @@ def test_weights_of_v2_get_no_optimizer_by_strip(tmp_path: Path, capsys: pytest.
     assert not (tmp_path / "out").exists()
 
 
-def test_an_import_for_v2_begins_with_weights_alone(tmp_path: Path) -> None:
+def test_an_import_for_v2_begins_with_weights_alone() -> None:
     at = Layout("mfsdp-v2", Topology(dp_shard=2))
     assert completed(ImportOptions(to="fsdp_dtensor", layout=at), {}).fsdp.fresh_optimizer is False
     asked = ImportOptions(to="fsdp_dtensor", layout=at, fsdp=TargetOptions(fresh_optimizer=True))
@@ -162,7 +154,7 @@ def test_the_released_v2_loads_it(tmp_path: Path) -> None:
     """Strictly, each of three ranks the rows that our placement gave its file."""
     if not (PEER / "megatron_fsdp").is_dir():
         pytest.skip("CKPT_TOOLS_PEERS has no megatron_fsdp-0.6.1")
-    out = converted(GPT, tmp_path / "v2")
+    out = converted()
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
     path = os.pathsep.join(map(str, [PEER, Path(__file__).parents[2]]))
     done = subprocess.run(

@@ -12,7 +12,7 @@ from ckpt_tools.cli.app import run
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.megatron.huggingface.vision.towers import RECORD
 from ckpt_tools.megatron.run_state.record import read_record
-from tests.commands.test_both_towers import FRESH, export, imported
+from tests.commands.test_both_towers import FRESH, export, imported, model_and_run
 from tests.commands.test_tower_source import config_of, refusal, tensors_of
 from tests.megatron.huggingface.vision_language import KINDS, directory
 
@@ -59,8 +59,8 @@ def test_a_run_is_exported_by_what_it_records(
 
 def test_a_slice_records_the_layers_that_are_left(tmp_path: Path) -> None:
     """Of the language model, or of a tower; the numbers of the other are as they were."""
-    source = directory(tmp_path / "vl", "gemma3")
-    made, before = imported(source, tmp_path / "run"), config_of(source)
+    source, made = model_and_run("gemma3")
+    before = config_of(source)
     for block, part in (("language_model.decoder.layers", "text_config"),
                         ("vision_tower.vision_model.encoder.layers", VISION)):  # fmt: skip
         cut = tmp_path / part
@@ -75,8 +75,7 @@ def test_a_slice_records_the_layers_that_are_left(tmp_path: Path) -> None:
 
 def test_quantized_weights_are_the_reference_s_alone(tmp_path: Path) -> None:
     """An export of bfloat16 or float32 weights does not say that they are codes and scales."""
-    source = directory(tmp_path / "vl", "qwen3_vl")
-    made = imported(source, tmp_path / "run")
+    source, made = model_and_run("qwen3_vl")
     coded = {**config_of(source), "quantization_config": {"quant_method": "fp8"}}
     out = export(made, tmp_path / "out", "--hf-config", reference(tmp_path / "coded", coded))
     assert config_of(out) == config_of(source)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckpt_tools.commands.convert.options import ConvertOptions
-from ckpt_tools.commands.convert.to_dcp import convert_to_dcp
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools import ConvertOptions, TargetOptions, convert_to_dcp, convert_to_fsdp_dtensor
 from ckpt_tools.errors import MappingError
-from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from tests.commands import oracle
+from tests.commands.made import fsdp
 from tests.conftest import DATA
 from tests.folders import root_of
 
@@ -20,9 +18,7 @@ ROWS = 224
 
 def convert(output, **options):
     target = TargetOptions(**options)
-    report = convert_to_fsdp_dtensor(
-        str(LLAMA), str(output), ConvertOptions(target=target, check_masters="all")
-    )
+    report = convert_to_fsdp_dtensor(LLAMA, output, ConvertOptions(target=target, check_masters="all"))
     return oracle.tensors(output), report
 
 
@@ -35,7 +31,7 @@ def convert(output, **options):
     ],
 )
 def test_weights_and_states_get_the_rows_asked_for(tmp_path, options):
-    plain, _ = convert(tmp_path / "plain")
+    plain = oracle.tensors(fsdp(LLAMA))
     resized, report = convert(tmp_path / "resized", **options)
     rows, changed = options["vocab_size_padded"], 0
     for key, before in plain.items():

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ckpt_tools.commands.convert.options import ConvertOptions
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
-from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions, convert_to_torch_dist
+from ckpt_tools import (
+    CkptError,
+    ConvertOptions,
+    TargetOptions,
+    ToTorchDistOptions,
+    convert_to_fsdp_dtensor,
+    convert_to_torch_dist,
+)
 from ckpt_tools.commands.job.report import ConversionReport
 from ckpt_tools.errors import (
-    CkptError,
     CorruptCheckpointError,
     MappingError,
     UnsupportedCheckpointError,
     VerificationError,
 )
-from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from tests.commands import oracle
+from tests.commands.made import fsdp, place, torch_dist
 from tests.commands.rewritten import Parts, read, write
-from tests.conftest import DATA, fixture_dir
+from tests.conftest import DATA
+from tests.folders import root_of
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable" / "iter_0000002"
 MASTER, MOMENT = "optimizer.state.param.", "optimizer.state.exp_avg."
@@ -109,9 +115,28 @@ OPTIMIZERS: dict[Callable[[Parts], None], tuple[type[CkptError], str]] = {
 }
 
 
+@cache
+def bare(*left_out: str) -> Path:
+    """The weights alone, under a common state without some entries."""
+    parts = read(LLAMA)
+    common = {k: v for k, v in parts.common.items() if k not in left_out}
+    return write(place(), Parts(weights_of(parts), parts.objects, common))
+
+
+def damaged_by(damage: Callable[[Parts], None], folder: Path) -> Path:
+    parts = read(LLAMA)
+    damage(parts)
+    return write(folder / "source" / "iter_0000002", parts)
+
+
 def convert(source: Path, output: Path, **options: Any) -> ConversionReport:
     wanted = ConvertOptions(target=TargetOptions(**options), check_masters="all")
-    return convert_to_fsdp_dtensor(str(source), str(output), wanted)
+    return convert_to_fsdp_dtensor(source, output, wanted)
+
+
+def instead_of_masters(report: ConversionReport) -> int:
+    """How often it is said that the stored weights are written, not the masters."""
+    return sum(note.startswith("the stored weights are written, not the masters") for note in report.notes)
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])
@@ -119,29 +144,14 @@ def convert(source: Path, output: Path, **options: Any) -> ConversionReport:
 def test_any_optimizer_can_be_left_out(
     damage: Callable[[Parts], None], dtype: str | None, tmp_path: Path
 ) -> None:
-    parts = read(LLAMA)
-    bare = Parts(
-        weights_of(parts), parts.objects, {k: v for k, v in parts.common.items() if k != "optimizer"}
-    )
-    convert(write(tmp_path / "bare", bare), tmp_path / "truth", weights_only=True, dtype=dtype)
-    damage(parts)
-    source = write(tmp_path / "source", parts)
-    report = convert(source, tmp_path / "out", weights_only=True, dtype=dtype)
-    truth, made = oracle.tensors(tmp_path / "truth"), oracle.tensors(tmp_path / "out")
-    assert truth.keys() == made.keys()
-    assert [key for key in truth if not oracle.same_bytes(truth[key], made[key])] == []
-    notes = [
-        note for note in report.notes if note.startswith("the stored weights are written, not the masters")
-    ]
+    report = convert(damaged_by(damage, tmp_path), tmp_path / "out", weights_only=True, dtype=dtype)
+    oracle.assert_same(tmp_path / "out", fsdp(bare("optimizer"), weights_only=True, dtype=dtype))
     if damage in (muon, unknown):  # no masters, or none that could be told from the keys
-        assert notes == []
-    elif damage in (
-        of_another_run,
-        remainders_as_numbers,
-    ):  # found by looking at values, which bfloat16 leaves out
-        assert len(notes) == (dtype != "bfloat16")
+        assert instead_of_masters(report) == 0
+    elif damage in (of_another_run, remainders_as_numbers):  # seen by values, which bfloat16 leaves out
+        assert instead_of_masters(report) == (dtype != "bfloat16")
     else:
-        assert len(notes) == 1
+        assert instead_of_masters(report) == 1
     assert report.masters.use == ("none" if damage in (muon, unknown) else "left_out")
 
 
@@ -149,11 +159,9 @@ def test_any_optimizer_can_be_left_out(
 def test_the_same_optimizers_are_refused_when_they_are_wanted(
     damage: Callable[[Parts], None], tmp_path: Path
 ) -> None:
-    parts = read(LLAMA)
-    damage(parts)
     error, text = OPTIMIZERS[damage]
     with pytest.raises(error, match=text) as caught:
-        convert(write(tmp_path / "source", parts), tmp_path / "out")
+        convert(damaged_by(damage, tmp_path), tmp_path / "out")
     if damage is not half_a_state:
         assert "--weights-only" in str(caught.value)
     assert "--check-masters none" not in str(caught.value)
@@ -173,19 +181,12 @@ def test_sound_masters_are_still_a_conversions_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["fully_reshardable", "dp_reshardable"])
 @pytest.mark.parametrize("weights_only", [True, False])
 def test_fp32_weights_of_torch_dist_are_the_masters(layout: str, weights_only: bool, tmp_path: Path) -> None:
+    source = f"core019_llama_tp2_{layout}"
     target = TorchDistOptions(weights_only=weights_only, dtype="float32")
-    source = (
-        LLAMA
-        if layout == "fully_reshardable"
-        else fixture_dir("core019_llama_tp2_dp_reshardable") / "iter_0000002"
-    )
-    report = convert_to_torch_dist(source, tmp_path / "out", ToTorchDistOptions(target=target))
+    report = convert_to_torch_dist(root_of(source), tmp_path / "out", ToTorchDistOptions(target=target))
     assert report.masters.use == "written"
     made = oracle.tensors(tmp_path / "out")
-    convert_to_torch_dist(
-        source, tmp_path / "whole", ToTorchDistOptions(target=TorchDistOptions(stacked=True))
-    )
-    for key, stored in oracle.tensors(tmp_path / "whole").items():
+    for key, stored in oracle.tensors(torch_dist(source, stacked=True)).items():
         if key.startswith(MASTER):
             assert oracle.same_bytes(made[key.removeprefix(MASTER)], stored)
 
@@ -194,18 +195,11 @@ def test_fp32_weights_of_torch_dist_are_the_masters(layout: str, weights_only: b
 def test_fp32_weights_of_torch_dist_without_sound_masters(
     damage: Callable[[Parts], None], tmp_path: Path
 ) -> None:
-    parts = read(LLAMA)
-    damage(parts)
-    target = TorchDistOptions(weights_only=True, dtype="float32")
-    source = write(tmp_path / "source", parts)
-    options = ToTorchDistOptions(target=target)
-    report = convert_to_torch_dist(source, tmp_path / "out", options)
+    options = ToTorchDistOptions(target=TorchDistOptions(weights_only=True, dtype="float32"))
+    report = convert_to_torch_dist(damaged_by(damage, tmp_path), tmp_path / "out", options)
     made = oracle.tensors(tmp_path / "out")
-    assert all(oracle.same_bytes(made[key], tensor.float()) for key, tensor in weights_of(parts).items())
-    notes = [
-        note for note in report.notes if note.startswith("the stored weights are written, not the masters")
-    ]
-    assert len(notes) == (damage not in (muon, unknown))
+    assert all(oracle.same_bytes(made[key], t.float()) for key, t in weights_of(read(LLAMA)).items())
+    assert instead_of_masters(report) == (damage not in (muon, unknown))
 
 
 def test_a_damaged_file_is_not_an_optimizer_that_is_left_out(tmp_path: Path) -> None:
@@ -218,10 +212,9 @@ def test_a_damaged_file_is_not_an_optimizer_that_is_left_out(tmp_path: Path) -> 
 
 def test_the_way_back_leaves_out_what_it_cannot_read(tmp_path: Path) -> None:
     """Masters among the states, as Megatron-LM's own converter parks them."""
-    convert(LLAMA, tmp_path / "sound")
-    tensors = oracle.tensors(tmp_path / "sound")
-    kinds = oracle.metadata(tmp_path / "sound").state_dict_metadata
-    objects = {key: oracle.item(tmp_path / "sound", key) for key in kinds if key not in tensors}
+    sound = fsdp(LLAMA)
+    tensors, kinds = oracle.tensors(sound), oracle.metadata(sound).state_dict_metadata
+    objects = {key: oracle.item(sound, key) for key in kinds if key not in tensors}
     name = "decoder.layers.0.self_attention.linear_proj.weight"
     objects["args"] = read(LLAMA).common["args"]
     foreign = {f"optimizer.state.module.module.module.{name}.fp32_param": tensors[f"model.module.{name}"]}
@@ -232,13 +225,10 @@ def test_the_way_back_leaves_out_what_it_cannot_read(tmp_path: Path) -> None:
     options = ToTorchDistOptions(target=TorchDistOptions(weights_only=True))
     with pytest.raises(CkptError, match="--weights-only"):
         convert_to_torch_dist(
-            str(source), str(tmp_path / "out"), ToTorchDistOptions(ignore_keys=("optimizer.anything",))
+            source, tmp_path / "out", ToTorchDistOptions(ignore_keys=("optimizer.anything",))
         )
-    report = convert_to_torch_dist(str(source), str(tmp_path / "out"), options)
-    convert_to_torch_dist(str(tmp_path / "sound"), str(tmp_path / "truth"), options)
+    report = convert_to_torch_dist(source, tmp_path / "out", options)
     assert any(
         note.startswith("the optimizer, which is left out, could not be read") for note in report.notes
     )
-    truth, made = oracle.tensors(tmp_path / "truth"), oracle.tensors(tmp_path / "out")
-    assert truth.keys() == made.keys()
-    assert [key for key in truth if not oracle.same_bytes(truth[key], made[key])] == []
+    oracle.assert_same(tmp_path / "out", torch_dist(sound, weights_only=True))

@@ -20,10 +20,8 @@ from tests.execute.conftest import Case, make_case
 from tests.remote.s3 import Objects, s3_environment, s3_server
 
 HOSTILE = [
-    "run[12]", "run[!3]", "run*", "run?", "*", "**", "?", "[a-z]*", "run{1,2}", "{a,b}", "run#1", "run%20x",
-    "run%5B1%5D", " run ", "run 1", "läuft", "日本", "run::1", "simplecache::run", "-rf", "--recursive",
-    "run'1", 'run"1', "run\\1", "run$HOME", "run;ls", "run|x", "run&x", "run~", "...", "..run", "run=", "run+1",
-    "run@1", "run,1", "run^",
+    "run[12]", "run[!3]", "run*", "**", "?", "run{1,2}", "run#1", "run%20x", " run ", "läuft", "run::1",
+    "simplecache::run", "-rf", "run'1", "run\\1", "run$HOME", "run;ls", "run~", "...", "run+1", "run^",
 ]  # fmt: skip
 NEIGHBOURS = ["run1", "run2", "runx", "run", "a", "b", "run 2", "run[", "x", "run1/deep"]
 PIECES = st.sampled_from([*"abr12*?[]{}!-,#%: ~+=@&;'\"\\$^ä", "run", "**", "[12]", "%20", "::", "://"])

@@ -17,7 +17,6 @@ from ckpt_tools.commands.job.outputs import place_parts
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UsageError
 from ckpt_tools.execute.output import remote_output
 from ckpt_tools.execute.output.remote_output import MARKER, share_of_files
-from ckpt_tools.execute.processes.ranks import Ranks
 from ckpt_tools.execute.run import Output, WriteReport, write_checkpoint
 from ckpt_tools.execute.write_job import METADATA
 from ckpt_tools.formats.dcp.metadata_read import read_catalog
@@ -258,19 +257,6 @@ def test_files_are_shared_out_once_and_evenly(case: Case) -> None:
         assert sorted(name for share in shares for name in share) == sorted(plan.file_bytes)
         loads = [sum(plan.file_bytes[name] for name in share) for share in shares]
         assert max(loads) - min(loads) <= max(plan.file_bytes.values())
-
-
-def test_a_signal_stops_the_work(case: Case, store: MemoryFileSystem) -> None:
-    class StoppedError(Exception):
-        pass
-
-    class Watching(Ranks):
-        def check(self) -> None:
-            raise StoppedError
-
-    with pytest.raises(StoppedError):
-        write_checkpoint(case.plan(WORLD), case.files, OUT, ranks=Watching())
-    assert "iter_0000007/.metadata" not in _content(store)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tools.commands.edit.copy import CopyOptions, copy_checkpoint
+from ckpt_tools import CopyOptions, copy_checkpoint
 from ckpt_tools.errors import StorageError, UnsupportedCheckpointError
 from ckpt_tools.execute.output import remote_output
 from ckpt_tools.execute.run import Output, write_checkpoint
@@ -134,7 +134,5 @@ def test_a_copy_to_s3_and_back_survives_faults_bit_for_bit(proxy: FaultProxy, tm
 
 
 def test_a_bucket_that_is_not_there_is_named(proxy: FaultProxy) -> None:
-    with pytest.raises(
-        StorageError, match=r"s3://no-bucket/x/\S+: writing: .*bucket.* Make the bucket first"
-    ):
+    with pytest.raises(StorageError, match=r"s3://no-bucket/x/\S+: .*bucket.* Make the bucket first"):
         copy_checkpoint(fixture_dir(NAME), "s3://no-bucket/x")

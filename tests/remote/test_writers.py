@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UsageError
 from ckpt_tools.execute.output import remote_output
 from ckpt_tools.execute.output.remote_output import MARKER, Stretch, Uploads
-from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
+from ckpt_tools.execute.run import Output, write_checkpoint
 from ckpt_tools.formats.dcp.metadata_read import METADATA
 from ckpt_tools.formats.storage import object_store as store_module
 from ckpt_tools.formats.storage.object_store import Store
@@ -225,10 +225,3 @@ def test_every_stop_of_a_replacement_leaves_the_old_or_the_new(
             assert f"/out/{aside}{METADATA}" in found, n
         _convert(case, 2, overwrite=True, **again)
         assert _content(memory) == new, n
-
-
-def test_options_of_threads_change_nothing(
-    case: Case, memory: MemoryFileSystem, whole: dict[str, bytes]
-) -> None:
-    write_checkpoint(case.plan(2), case.files, OUT, WriteOptions(threads=1))
-    assert _content(memory) == whole

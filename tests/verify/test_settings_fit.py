@@ -176,7 +176,7 @@ def test_verify_and_convert_tell_of_a_contradiction(tmp_path, capsys, change, co
     assert told in capsys.readouterr().out
     assert run(["convert", str(root), str(tmp_path / "out"), "--json"]) == 0
     printed = capsys.readouterr()
-    assert told in printed.err and "it is carried over as it is" in printed.err
+    assert told in printed.err and "it is copied unchanged" in printed.err
     assert any(told in line for line in json.loads(printed.out)["warnings"])
 
 
@@ -201,7 +201,7 @@ def test_a_counter_that_is_not_written_is_not_warned_of(tmp_path, capsys, change
     words = ["convert", str(root), str(tmp_path / "out"), "--to", to, "--weights-only", "--json"]
     assert run(words) == 0
     printed = capsys.readouterr()
-    assert json.loads(printed.out)["warnings"] == [] and "carried over as it is" not in printed.err
+    assert json.loads(printed.out)["warnings"] == [] and "copied unchanged" not in printed.err
 
 
 def test_one_that_is_written_with_weights_alone_is(tmp_path, capsys):

@@ -39,8 +39,8 @@ def plan(
     **given: Any,
 ) -> None:
     """Show what a conversion to fsdp_dtensor would do: boxes, bytes and memory of every rank. Moves no byte."""
-    from ckpt_tools.commands.convert.options import ConvertOptions
     from ckpt_tools.commands.convert.plan import plan_checkpoint
+    from ckpt_tools.commands.job.conversion import ConvertOptions
     from ckpt_tools.commands.job.placements import Layout
 
     place = layout_of(given) or Layout()

@@ -1,6 +1,5 @@
 """`merge-adapter`, `export-hf --peft`.
 
-* `merge_adapter`: `merge-adapter`
-* `adapter_source`: a Megatron checkpoint that holds a low-rank adapter
+* `merge_adapter`: `merge-adapter`, and how a Megatron checkpoint with a low-rank adapter is read
 * `peft`: PEFT directories: merged into a Hugging Face model's tensors, and written (`export-hf --peft`)
 """

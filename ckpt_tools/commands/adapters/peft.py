@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_tools.commands.adapters.adapter_source import read_adapter_source
+from ckpt_tools.commands.adapters.merge_adapter import read_adapter_source
 from ckpt_tools.commands.huggingface.folder import as_json, families_with, read_config
 from ckpt_tools.commands.job.conversion import Conversion
 from ckpt_tools.commands.job.opened import Opened
@@ -67,12 +67,6 @@ def _no_peft(adapter: str) -> str:
             return f"{adapter} is a file; give the PEFT directory ({place.parent})"
         return absent_folder(place)
     return f"{adapter} is not a PEFT directory: it has no {ADAPTER_CONFIG}"
-
-
-def is_peft(path: str) -> bool:
-    """Whether a folder is a PEFT directory."""
-    with closing(open_files(snapshot_of(path))) as files:
-        return files.exists(ADAPTER_CONFIG)
 
 
 def peft_files(path: str) -> Files:

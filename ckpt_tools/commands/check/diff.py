@@ -7,13 +7,7 @@ from dataclasses import replace
 from typing import Final, TypeVar
 
 from ckpt_tools.close_names import unmatched
-from ckpt_tools.commands.check.sides import (
-    COMMON_STATE,
-    KEYS,
-    DiffRequest,
-    no_optimizer,
-    under_one_naming,
-)
+from ckpt_tools.commands.check.sides import COMMON_STATE, KEYS, DiffRequest, no_optimizer, under_one_naming
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.errors import CkptError, UsageError, list_problems
 from ckpt_tools.formats.storage.files import AnyPath, path_text

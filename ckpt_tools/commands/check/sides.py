@@ -15,16 +15,19 @@ from typing import Final, NamedTuple, TypeAlias
 
 from ckpt_tools.commands.convert.version_2 import is_version_2, respelled
 from ckpt_tools.commands.huggingface.export_hf import ExportRequest, export_tensors
-from ckpt_tools.commands.huggingface.export_source import ExportOptions, imported_source
+from ckpt_tools.commands.huggingface.export_source import (
+    ExportOptions,
+    holds_several,
+    imported_source,
+    whole_model_if_one,
+)
 from ckpt_tools.commands.huggingface.folder import families_with, read_config
 from ckpt_tools.commands.huggingface.import_hf import ImportOptions, read_huggingface
 from ckpt_tools.commands.huggingface.tensors import prove_equal, seen_as, without_frequencies
-from ckpt_tools.commands.huggingface.vision_language import holds_several, whole_model_if_one
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.read_model import Wanted, read_model
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
-from ckpt_tools.megatron.dcp.one_model import Spelling, spelled_as
-from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
+from ckpt_tools.megatron.dcp.state_dict import Spelling, is_megatron, read_state_dict, spelled_as
 from ckpt_tools.megatron.format import FORMATS
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.fsdp_dtensor.tensors import state_prefix

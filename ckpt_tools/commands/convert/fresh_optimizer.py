@@ -1,4 +1,4 @@
-"""`--fresh-optimizer`: an optimizer that has not begun, beside the weights of a source.
+"""`--fresh-optimizer`: a fresh optimizer (zero moments, step 0) for the weights of a source.
 
 What it asks of a source, the iteration at which its job begins, and `strip --fresh-optimizer`.
 """
@@ -36,7 +36,7 @@ def with_run_state(model: Model, opened: Opened) -> Model:
         model,
         rng={} if missing else rng,
         groups=stored_groups(opened.files, model.catalog, model.common),
-        common=begun_common(model.common, opened.location),
+        common=common_of_iteration(model.common, opened.location),
         notes=(*model.notes, *notes),
     )
 
@@ -50,14 +50,14 @@ def weights_for_masters(model: Model, note: str) -> Model:
     return replace(model, parameters=parameters, notes=(*model.notes, note))
 
 
-def begun_common(common: CommonState, location: Location) -> CommonState:
-    """The common state with the iteration that `begun_at` names the output for."""
+def common_of_iteration(common: CommonState, location: Location) -> CommonState:
+    """The common state with the iteration that `started_at` names the output for."""
     named = 1 if location.is_release else location.iteration
     number = common.iteration if named is None else named
     return replace(common, values={**common.values, "iteration": max(1, number or 0)})
 
 
-def begun_at(location: Location, options: TargetOptions) -> Location:
+def started_at(location: Location, options: TargetOptions) -> Location:
     """The place of a source as its output's is named: a job with an optimizer begins at iteration 1 or later."""
     if not options.fresh_optimizer or not (location.is_release or location.iteration == 0):
         return location
@@ -65,7 +65,7 @@ def begun_at(location: Location, options: TargetOptions) -> Location:
 
 
 def plan_fresh(opened: Opened, settings: TargetOptions) -> Conversion:
-    """The stored weights of an `fsdp_dtensor` checkpoint, and all that a job with an optimizer asks for beside them.
+    """The stored weights of an `fsdp_dtensor` checkpoint, and everything else that a job with an optimizer loads.
 
     Weights keep their bytes, chunks and files, and zeros are cut as the weights that they belong to.
     """
@@ -103,7 +103,7 @@ def _model(source: FsdpSource, opened: Opened) -> Model:
         groups=tuple(source.groups.values()),
         scheduler=source.scheduler,
         rng=source.rng,
-        common=begun_common(model.common, opened.location),
+        common=common_of_iteration(model.common, opened.location),
     )
 
 

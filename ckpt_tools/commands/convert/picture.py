@@ -25,7 +25,7 @@ TALLEST_ROW = 26.0
 MOST_PIECES = 6000  # drawn one by one, each with its name as a tooltip
 CHAR = 6.4  # mean width of a character of the labels
 
-# Kinds of tensors: name, pattern, colour (told apart by the colour-blind, too).
+# Kinds of tensors: name, pattern, colour (distinct for the colour-blind, too).
 KINDS = (
     ("experts fc1", re.compile(r"\.experts\..*fc1"), "#4269d0"),
     ("experts fc2", re.compile(r"\.experts\..*fc2"), "#97bbf5"),

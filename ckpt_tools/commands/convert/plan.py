@@ -1,4 +1,4 @@
-"""`plan`: what a conversion would do and what its result costs, told from metadata; no tensor byte is moved."""
+"""`plan`: what a conversion would do and what its result costs, computed from metadata; no tensor byte is moved."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ckpt_tools.close_names import refuse_unmatched
-from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.relayout import plain_layout
 from ckpt_tools.commands.convert.to_fsdp_dtensor import prepare_output, stays_plain
+from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.commands.job.placements import Layout, lay_out, place_model, rank_share
 from ckpt_tools.commands.job.target_job import TargetJob
@@ -209,7 +209,6 @@ def plan_checkpoint(
         del prepared  # its model is large, and not asked again
         placed = None if layout.name == "even" else core
         plan = lay_out(catalog, target, placed, archives, layout, rank, keep_order)
-    assert target_job is not None  # what is laid out for a job names it
     return Priced(
         source,
         opened.location,

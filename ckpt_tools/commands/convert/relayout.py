@@ -1,4 +1,4 @@
-"""What has its keys already, laid out for another training job: `fsdp_dtensor`, a plain PyTorch state dict; and the
+"""What has its keys already, re-sharded for another training job: `fsdp_dtensor`, a plain PyTorch state dict; and the
 weights of a Hugging Face model as one.
 
 torch's `fully_shard` cuts every parameter on its own along dimension 0, and its states with it. Megatron-FSDP cuts
@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ckpt_tools.commands.convert.options import ConvertOptions
-from ckpt_tools.commands.job.conversion import Prepared
+from ckpt_tools.commands.job.conversion import ConvertOptions, Prepared
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.outputs import read_bridge_files, trackers_of, with_record
 from ckpt_tools.commands.job.placements import Layout, LiveModel, source_model
@@ -25,7 +24,7 @@ from ckpt_tools.megatron.dcp.state_dict import StateDict, read_state_dict
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.fsdp_dtensor.parameters import packed_projections
 from ckpt_tools.megatron.fsdp_dtensor.read import SmallValues, read_fsdp_source
-from ckpt_tools.megatron.fsdp_dtensor.regroup import Relayout, build_relayout
+from ckpt_tools.megatron.fsdp_dtensor.write import Relayout, build_relayout
 from ckpt_tools.megatron.names import ModelStyle
 from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.megatron.run_state.record import TargetRecord, read_record
@@ -140,14 +139,14 @@ def need_job(location: Location, options: ConvertOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Plain:
-    """The target tensors, and what the sharding room is told of them."""
+    """The target tensors, and what the sharding room needs of them."""
 
     tensors: tuple[TargetTensor, ...]
     live: tuple[LiveTensor, ...]
 
 
 def prepare_plain(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared:
-    """The state dict for a job of `layout`: every key as it is, whoever the model is."""
+    """The state dict for a job of `layout`: every key unchanged, for any model."""
     _refuse_plain_changes(opened.location, options, layout)
     catalog, left_out = leave_out(opened.catalog, options.ignore_keys)
     found = read_state_dict(catalog)

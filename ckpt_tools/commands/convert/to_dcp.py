@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckpt_tools.commands.convert.options import ConvertOptions
 from ckpt_tools.commands.convert.relayout import need_job, plain_layout, prepare_hf, prepare_plain
-from ckpt_tools.commands.convert.to_fsdp_dtensor import planned, prepare_model
-from ckpt_tools.commands.huggingface.folder import (
-    CONFIG,
-    architecture_of,
-    read_config,
-)
+from ckpt_tools.commands.convert.to_fsdp_dtensor import prepare_model
+from ckpt_tools.commands.huggingface.folder import CONFIG, architecture_of, read_config
 from ckpt_tools.commands.job.conversion import (
     Conversion,
+    ConvertOptions,
     MegatronOptions,
     Prepared,
     Progress,
@@ -45,7 +41,7 @@ def convert_to_dcp(
     """Convert the checkpoint at `source` to a plain PyTorch state dict at `output`; called on every rank.
 
     Megatron checkpoints get the keys of `megatron.dcp.write`, Hugging Face models ``model.<their name>``. A source
-    that is a plain state dict already keeps its keys and is laid out anew.
+    that is a plain state dict already keeps its keys and is re-sharded.
 
     Raises the errors of `convert_to_fsdp_dtensor`.
     """
@@ -58,12 +54,13 @@ def plan_dcp(opened: Opened, options: ConvertOptions, world: int) -> Conversion:
     if opened.location.kind == "dcp":
         need_job(opened.location, options)
     layout = plain_layout(options.layout or Layout(world=world, of_job=False))
-    made = planned(opened, prepare_dcp(opened, options, layout), options, layout)
+    prepared = prepare_dcp(opened, options, layout)
+    made = prepared.planned(layout, opened.location.iteration, options.check_masters)
     return replace(made, architecture=_architecture(opened))
 
 
 def _architecture(opened: Opened) -> str | None:
-    """What a Hugging Face model calls itself, where its settings lie beside it."""
+    """What a Hugging Face model calls itself, if it has a config.json."""
     if opened.location.kind != "safetensors" or not opened.files.exists(CONFIG):
         return None
     return architecture_of(read_config(opened.location.path))

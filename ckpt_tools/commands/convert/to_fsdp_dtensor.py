@@ -1,15 +1,16 @@
-"""WRITE `fsdp_dtensor`: a model for a job of Megatron-FSDP, and a checkpoint of the format itself laid out anew."""
+"""WRITE `fsdp_dtensor`: a model for a job of Megatron-FSDP, and a checkpoint of the format itself re-sharded."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ckpt_tools.commands.convert.fresh_optimizer import begun_at, weights_for_masters, with_run_state
-from ckpt_tools.commands.convert.options import ConvertOptions
+from ckpt_tools.commands.convert.fresh_optimizer import started_at, weights_for_masters, with_run_state
 from ckpt_tools.commands.convert.relayout import (
     need_job,
     need_other_job,
@@ -20,6 +21,7 @@ from ckpt_tools.commands.convert.relayout import (
 from ckpt_tools.commands.convert.version_2 import VERSION_1, VERSION_2, for_version_1, for_version_2
 from ckpt_tools.commands.job.conversion import (
     Conversion,
+    ConvertOptions,
     CutRows,
     Prepared,
     Progress,
@@ -28,20 +30,28 @@ from ckpt_tools.commands.job.conversion import (
     like_to_like,
     open_source,
 )
-from ckpt_tools.commands.job.opened import Opened
+from ckpt_tools.commands.job.opened import Opened, open_checkpoint
 from ckpt_tools.commands.job.outputs import object_archives, read_bridge_files, trackers_of, with_record
 from ckpt_tools.commands.job.placements import Layout, target_model
 from ckpt_tools.commands.job.read_model import Wanted, need_torch_dist, read_model
 from ckpt_tools.commands.job.report import ConversionReport
 from ckpt_tools.commands.job.target_job import TargetJob, need_tp, said_tp, sized
+from ckpt_tools.commands.look.dcp_json import read_group_map
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError
 from ckpt_tools.execute.run import Output
-from ckpt_tools.formats.locate.detect import Location
+from ckpt_tools.formats.locate.detect import Location, locate
 from ckpt_tools.formats.storage.files import AnyPath, Files, path_text
+from ckpt_tools.formats.untrusted_documents import read_named_file
 from ckpt_tools.megatron.dcp.write import build_dcp_target
 from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh, with_fresh_optimizer
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.fsdp_dtensor.write import FsdpTarget, build_fsdp_target, writer_tp
-from ckpt_tools.megatron.run_state.bridge import RUN_CONFIG, TRAIN_STATE, fsdp_run_config, train_state_file
+from ckpt_tools.megatron.run_state.common_state import (
+    RUN_CONFIG,
+    TRAIN_STATE,
+    fsdp_run_config,
+    train_state_file,
+)
 from ckpt_tools.megatron.run_state.record import TargetRecord
 from ckpt_tools.megatron.run_state.settings import refuse_tensor_parallel
 from ckpt_tools.megatron.vocab import VocabChange
@@ -65,7 +75,7 @@ def convert_to_fsdp_dtensor(
 ) -> ConversionReport:
     """Convert the `torch_dist` checkpoint at `source` and publish it at `output`; called on every rank.
 
-    A source that is `fsdp_dtensor` already is laid out anew (see `relayout.py`).
+    A source that is `fsdp_dtensor` already is re-sharded (see `relayout.py`).
 
     Raises:
         UsageError: options that contradict each other, or an output that cannot be taken.
@@ -82,10 +92,14 @@ def plan_fsdp_dtensor(opened: Opened, options: ConvertOptions, world: int) -> Co
     """Everything up to the first byte; `world` processes convert."""
     if opened.location.kind == "fsdp_dtensor":
         need_other_job(opened.location, options)
-    if stays_plain(opened, options):
-        return plan_plain(opened, options, world)
     layout = options.layout or Layout(world=world, of_job=False)
-    return planned(opened, prepare_output(opened, options, layout), options, layout)
+    if stays_plain(opened, options):
+        need_job(opened.location, options)
+        layout = plain_layout(layout)
+    prepared = prepare_output(opened, options, layout)
+    return prepared.planned(
+        layout, started_at(opened.location, options.target).iteration, options.check_masters
+    )
 
 
 def stays_plain(opened: Opened, options: ConvertOptions) -> bool:
@@ -123,13 +137,6 @@ def prepare(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared
     if options.target.fresh_optimizer:
         model = with_run_state(model, opened)
     return prepare_model(model, opened.files, options.target, layout)
-
-
-def plan_plain(opened: Opened, options: ConvertOptions, world: int) -> Conversion:
-    """A plain state dict for another job."""
-    need_job(opened.location, options)
-    layout = plain_layout(options.layout or Layout(world=world, of_job=False))
-    return planned(opened, prepare_plain(opened, options, layout), options, layout)
 
 
 def prepare_model(
@@ -186,21 +193,10 @@ def prepare_model(
     )
 
 
-def planned(opened: Opened, prepared: Prepared, options: ConvertOptions, layout: Layout) -> Conversion:
-    """The conversion for the ranks of `layout`."""
-    again = prepared.without_masters
-    return prepared.planned(
-        layout,
-        iteration=begun_at(opened.location, options.target).iteration,
-        check_masters=options.check_masters,
-        without_masters=None if again is None else lambda note: planned(opened, again(note), options, layout),
-    )
-
-
 def _bridge_files(built: FsdpTarget, model: Model, files: Files, begins: bool) -> dict[str, bytes]:
-    """For Bridge the files that it reads beside the tensors.
+    """For Bridge the files that it reads next to the tensors.
 
-    A Bridge source's own are taken over; progress is made up from the args of a Megatron-LM source, and of a job that
+    A Bridge source's own are copied; progress is made from the args of a Megatron-LM source, and of a job that
     `begins`.
     """
     if built.dialect.name != "bridge":
@@ -230,7 +226,68 @@ def membership_map(built: FsdpTarget) -> Mapping[str, int]:
 
 
 def _place(source: str, location: Location, output: str, options: ConvertOptions) -> Output:
-    return like_to_like(source, begun_at(location, options.target), output, options)
+    return like_to_like(source, started_at(location, options.target), output, options)
 
 
 TO_FSDP_DTENSOR = Writer(open=open_source, place=_place, plan=plan_fsdp_dtensor, imported_as="fsdp_dtensor")
+
+
+MAX_MAP_BYTES = 128 << 20  # a million parameters
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMap:
+    """Parameter name -> group id, and the rule that placed each; `source` is `dump` or `derived`."""
+
+    groups: Mapping[str, int]
+    rules: Mapping[str, str]
+    source: str
+
+
+def build_group_map(
+    source: AnyPath, options: TargetOptions | None = None, iteration: int | None = None
+) -> GroupMap:
+    """The map of a `--dump-param-to-param-group-map` folder, or derived from a `torch_dist` checkpoint.
+
+    Raises:
+        UnsupportedCheckpointError: `source` is neither.
+        MappingError: the groups cannot be derived, with the reason.
+    """
+    source = path_text(source)
+    location = locate(source, iteration, of_run=True)
+    dumped = read_group_map(location.path) if location.kind == "dcp" else None
+    if dumped is not None:
+        return GroupMap(dumped, dict.fromkeys(dumped, "dumped by the training job"), "dump")
+    if location.kind != "torch_dist":
+        raise UnsupportedCheckpointError(
+            f"{source} is neither a dump of --dump-param-to-param-group-map nor a torch_dist checkpoint"
+        )
+    with open_checkpoint(source, iteration, of_run=True) as opened:
+        model = read_model(opened)
+        if model.optimizer_layout is None:
+            raise MappingError(f"{source} has no optimizer state, so its parameters have no groups")
+        built = build_fsdp_target(model, options or TargetOptions())
+    rules = {f"model.module.{name}": m.rule for name, m in built.memberships.items()}
+    return GroupMap(membership_map(built), rules, "derived")
+
+
+def load_group_map(path: Path) -> dict[str, int]:
+    """A map file: parameter names to group ids, checked only for its form."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        if twice:
+            raise MappingError(f"{path}: names given more than once: {', '.join(twice[:5])}")
+        return dict(pairs)
+
+    try:
+        found = json.loads(read_named_file(path, MAX_MAP_BYTES), object_pairs_hook=unique)
+    except MappingError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise MappingError(f"{path}: not a readable parameter group map ({error})") from error
+    if not isinstance(found, dict):
+        raise MappingError(
+            f"{path}: holds a {type(found).__name__}; expected one object of names and group ids"
+        )
+    return found

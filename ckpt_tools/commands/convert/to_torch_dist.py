@@ -21,7 +21,7 @@ from ckpt_tools.commands.job.conversion import (
 )
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
 from ckpt_tools.commands.job.outputs import object_archives, read_bridge_files
-from ckpt_tools.commands.job.read_model import A_KIND, Wanted, keeps_masters, master_targets, read_model
+from ckpt_tools.commands.job.read_model import Wanted, keeps_masters, master_targets, read_model
 from ckpt_tools.commands.job.report import ConversionReport, MastersUse
 from ckpt_tools.commands.job.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
@@ -36,11 +36,7 @@ from ckpt_tools.megatron.run_state.record import RECORD_FILE, read_record, recor
 from ckpt_tools.megatron.run_state.settings import training_dtype
 from ckpt_tools.megatron.torch_dist.grids import NO_SIZE
 from ckpt_tools.megatron.torch_dist.read import Extent
-from ckpt_tools.megatron.torch_dist.write import (
-    TorchDistOptions,
-    build_torch_dist_target,
-    carried_objects,
-)
+from ckpt_tools.megatron.torch_dist.write import TorchDistOptions, build_torch_dist_target, carried_objects
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Item
 from ckpt_tools.model.model import Model, without_optimizer
@@ -94,8 +90,10 @@ def plan_torch_dist(opened: Opened, options: ToTorchDistOptions, world: int) -> 
 def _read_source(opened: Opened, options: ToTorchDistOptions) -> Model:
     """The model in a checkpoint of either kind."""
     kind, target = opened.location.kind, options.target
-    if target.tp is not None:
-        _refuse_tp(opened, target.tp)
+    if target.tp is not None and (
+        kind == "torch_dist" or not packed_projections(opened.catalog.tensors)
+    ):  # nothing in the source is arranged for one tensor-parallel size
+        raise UsageError(f"--tp {target.tp}: {NO_SIZE}")
     optimizer: Extent = "none" if target.weights_only else "whole"
     if target.weights_only and target.dtype not in (None, training_dtype(opened.common)):
         optimizer = "masters"
@@ -105,21 +103,15 @@ def _read_source(opened: Opened, options: ToTorchDistOptions) -> Model:
         return read_model(opened, wanted)
     if kind != "torch_dist":
         raise UnsupportedCheckpointError(
-            f"{opened.location.path} is {A_KIND.get(kind, kind)}, not an fsdp_dtensor or torch_dist checkpoint"
+            f"{opened.location.path} is {opened.format.described}, not an fsdp_dtensor or torch_dist checkpoint"
         )
     model = replace(read_model(opened, wanted), record=read_record(opened.files))
     _refuse_same(opened.location, model, options)
     return model
 
 
-def _refuse_tp(opened: Opened, tp: int) -> None:
-    """Raise UsageError if nothing in the source is arranged for one tensor-parallel size."""
-    if opened.location.kind == "torch_dist" or not packed_projections(opened.catalog.tensors):
-        raise UsageError(f"--tp {tp}: {NO_SIZE}")
-
-
 def _refuse_same(location: Location, model: Model, options: ToTorchDistOptions) -> None:
-    """Raise UsageError if a `torch_dist` checkpoint would be written as it is."""
+    """Raise UsageError if a `torch_dist` checkpoint would be written unchanged."""
     known = None if model.record is None else model.record.target
     wanted = replace(options.target, dialect=None) if options.target.dialect == known else options.target
     is_plain = model.optimizer_layout in (None, "fully_reshardable") and not any(

@@ -3,7 +3,7 @@
 Weights and masters are averaged in float64 and rounded once; the optimizer's moments, the arguments, the progress and
 everything else are those of the last checkpoint.
 
-Where fp32 masters are stored beside the weights, the mean is taken of the masters, and a weight is the mean of its
+Where fp32 masters are stored next to the weights, the mean is taken of the masters, and a weight is the mean of its
 masters rounded, as it is in every checkpoint that a job writes. Values that no optimizer updates (router biases,
 counters, rotary frequencies) are states of a run and not averaged; a name tells them where there is no optimizer.
 """
@@ -19,20 +19,12 @@ from typing import Final
 
 from ckpt_tools.commands.huggingface.folder import CONFIG, read_assets, read_config, weight_files
 from ckpt_tools.commands.huggingface.tensors import refuse_adapters
-from ckpt_tools.commands.job.conversion import (
-    Conversion,
-    EditOptions,
-    Progress,
-    Writer,
-    carry_out,
-    like_to_like,
-    open_source,
-)
+from ckpt_tools.commands.job.conversion import Conversion, EditOptions, Progress
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
 from ckpt_tools.commands.job.outputs import refuse_overlap
 from ckpt_tools.commands.job.read_model import shared_by
 from ckpt_tools.commands.job.report import ConversionReport, Edits, Masters
-from ckpt_tools.commands.job.rewrite import rewrite, use_of_masters
+from ckpt_tools.commands.job.rewrite import edit, rewrite, use_of_masters
 from ckpt_tools.errors import (
     MappingError,
     UnsupportedCheckpointError,
@@ -60,7 +52,7 @@ from ckpt_tools.model.views import Source
 from ckpt_tools.plan.build import build_safetensors_plan
 
 _HOW: Final = "sample"  # of every master some rows
-_TEMPORARY_TILES = 8  # what a mean needs beside a tile of every source: the sum, a product, the result
+_TEMPORARY_TILES = 8  # what a mean needs besides a tile of every source: the sum, a product, the result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +105,13 @@ def average_checkpoints(
         check_alike(parts, opened)
         catalog, targets = mean_targets(opened, parts[-1], weights)
         last, files = opened[-1], JoinedFiles(one.files for one in opened)
-        options = replace(options, write=_within_memory(options.write, len(paths)))
+        # Buffers so small that the tiles of all sources keep to the memory that was asked for.
+        write = replace(options.write, tiles=len(paths) + _TEMPORARY_TILES)
+        options = replace(options, write=write)
         plan = _plan_safetensors if last.location.kind == "safetensors" else _plan_dcp
         made = replace(plan(last, catalog, targets), masters=masters.use)
-        writer = Writer(open_source, like_to_like, lambda _opened, _options, _world: made)
-        done = carry_out(
-            paths[-1], replace(last, files=files), output, writer, options, progress, options.dry_run
-        )
+        joined = replace(last, files=files)
+        done = edit(paths[-1], output, lambda _: made, options, progress, opened=joined)
     return Averaged(
         report=replace(done, masters=masters),
         sources=tuple(paths),
@@ -181,7 +173,7 @@ def _read(opened: Opened, write: WriteOptions) -> tuple[Parts, Masters]:
 def _check_masters(opened: Opened, parts: Parts, threads: int) -> Masters:
     """What was found of the masters: that they belong to the weights, which will be made of them.
 
-    It is always looked at: what stands in the place of masters may be their lower halves.
+    Always checked: what is stored as masters may be their lower halves.
     """
     if not parts.rounded:
         return Masters(use_of_masters(opened, "none"))
@@ -240,11 +232,6 @@ def _plan_safetensors(last: Opened, catalog: Catalog, targets: tuple[TargetTenso
         extra_files=read_assets(last.location.path, has_code=True).files | kept | index,
         edits=Edits(),
     )
-
-
-def _within_memory(write: WriteOptions, sources: int) -> WriteOptions:
-    """The options with buffers so small that the tiles of all sources keep to the memory that was asked for."""
-    return replace(write, tiles=sources + _TEMPORARY_TILES)
 
 
 _BUFFER = re.compile(

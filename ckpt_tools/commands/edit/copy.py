@@ -1,32 +1,28 @@
-"""`copy`: a checkpoint, or all of a run, from one place to another, byte for byte: folders, object stores, the web.
+"""`copy`: a checkpoint, or all of a run, from one place to another, byte for byte: folders and object stores.
 
 Files keep their names and bytes. Every payload is proven against the checksum that its writer stored while it is
 copied; the copy appears whole or not at all, and a copy that was stopped goes on. Whatever the format, what a folder
-holds beside its tensors comes along; folders inside of it do not, and are named.
+holds besides its tensors is copied; folders inside of it do not, and are named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ckpt_tools.commands.job.conversion import Conversion, EditOptions, Progress, like_to_like
 from ckpt_tools.commands.job.iterations import convert_iterations
 from ckpt_tools.commands.job.opened import open_checkpoint, warn_of_iteration
-from ckpt_tools.commands.job.outputs import choose_output, is_root
-from ckpt_tools.errors import (
-    CkptError,
-    UnsupportedCheckpointError,
-    UsageError,
-    VerificationError,
-)
+from ckpt_tools.commands.job.outputs import is_root
+from ckpt_tools.commands.job.report import Edits
+from ckpt_tools.commands.job.rewrite import edit
+from ckpt_tools.errors import CkptError, UnsupportedCheckpointError, UsageError, VerificationError
 from ckpt_tools.execute.move.source_reader import SourceReader, frame_reads, has_stores, store_ranges
-from ckpt_tools.execute.output.finished import is_written
-from ckpt_tools.execute.processes.ranks import Ranks
-from ckpt_tools.execute.processes.team import with_workers
+from ckpt_tools.execute.output.checks import is_written
 from ckpt_tools.execute.proof.payload_sums import Stored, check
-from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, write_checkpoint
+from ckpt_tools.execute.run import Output, WriteOptions, WriteReport
 from ckpt_tools.execute.write_job import METADATA
 from ckpt_tools.formats.dcp.metadata_read import MAX_METADATA_BYTES
 from ckpt_tools.formats.locate.detect import BRIDGE_TRACKER, Location, locate
@@ -38,26 +34,22 @@ from ckpt_tools.formats.storage.prefetch import Range, reading_ahead
 from ckpt_tools.formats.torch_archive.item_reader import Stretch, read_archive, record_stretches, whole_file
 from ckpt_tools.megatron.run_state.common_state import read_common_state
 from ckpt_tools.model.catalog import Catalog, Item
-from ckpt_tools.model.transfers import Plan
+from ckpt_tools.model.target import Target
 from ckpt_tools.plan.build import RawFile, Run, build_copy_plan
 
+_TENSORS = (".distcp", ".safetensors")  # files that hold them
 _SMALL_BYTES = 1 << 20  # files up to this length are held in memory
 _PROVEN_WHOLE = 64 << 10  # archives up to this length are proven when they are planned
 _AHEAD_BYTES = 8 << 20  # of archives' frames in a store that are on their way
 _RECORD_BYTES = 4096  # and so are records up to this length, which describe a payload
 
 
-@dataclass(frozen=True, slots=True)
-class CopyOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyOptions(EditOptions):
     """What is copied and how."""
 
-    iteration: int | None = None  # of a root; None: its latest
-    every_iteration: bool = False
+    every_iteration: bool = False  # of a root; else `iteration`, or its latest
     read_back: bool = False  # compare the copy with the source once more
-    trust_pickle: bool = False
-    overwrite: bool = False
-    resume: bool = False
-    write: WriteOptions = field(default_factory=WriteOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +64,7 @@ class Copied:
     without_checksum: int  # payloads whose writer stored none
     read_back: bool
     left_out: tuple[str, ...]  # names of files in inner folders, and of what is not a file
-    written: WriteReport
+    written: WriteReport | None  # None: a dry run
 
     def as_json(self) -> dict[str, Any]:
         """In JSON's types."""
@@ -81,12 +73,12 @@ class Copied:
             "output": self.output,
             "files": self.files,
             "bytes": self.nbytes,
-            "seconds": self.written.seconds,
+            "seconds": 0.0 if self.written is None else self.written.seconds,
             "payloads_proven": self.proven,
             "payloads_without_checksum": self.without_checksum,
             "read_back": self.read_back,
             "left_out": list(self.left_out),
-            "replaced": self.written.replaced,
+            "replaced": None if self.written is None else self.written.replaced,
         }
 
 
@@ -117,7 +109,7 @@ def copy_checkpoint(
     source: AnyPath,
     output: AnyPath,
     options: CopyOptions | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> CopyReport:
     """Copy the checkpoint at `source` to `output`: a run's root to a root with its tracker, one folder to a folder.
 
@@ -141,7 +133,9 @@ def copy_checkpoint(
         output,
         (),
         options.overwrite,
-        lambda number, tracker: _copy(source, output, replace(options, iteration=number), progress, tracker),
+        lambda number, tracker: _copy(
+            source, output, replace(options, iteration=number, tracker=tracker), progress
+        ),
     )
     return CopyReport(
         tuple(one.report for one in outcomes if one.report is not None),
@@ -151,18 +145,12 @@ def copy_checkpoint(
     )
 
 
-def _copy(
-    source: str,
-    output: str,
-    options: CopyOptions,
-    progress: Callable[[int, int], None] | None,
-    tracker: bool = True,
-) -> Copied:
+def _copy(source: str, output: str, options: CopyOptions, progress: Progress | None) -> Copied:
     with open_checkpoint(source, options.iteration, options.trust_pickle, with_common=False) as opened:
         location, files, catalog = opened.location, opened.files, opened.catalog
-        with suppress(CkptError):  # a state that cannot be read is copied as it is
+        with suppress(CkptError):  # a state that cannot be read is copied unchanged
             warn_of_iteration(location, read_common_state(files, catalog, options.trust_pickle))
-        place = choose_output(source, location, output, options.overwrite, options.resume, tracker)
+        place = like_to_like(source, location, output, options)
         _refuse_inner(location, catalog)
         odd: list[str] = []
         names = files_below(location.path, odd)
@@ -170,30 +158,37 @@ def _copy(
         sizes = {name: nbytes for name, nbytes in names.items() if "/" not in name}
         sizes |= {
             name: files.size(name) for name in _named_by(catalog) - sizes.keys()
-        }  # a server without an index
-        big = {name: n for name, n in sizes.items() if n and (n > _SMALL_BYTES or _holds_tensors(name))}
+        }  # an error: it is absent
+        big = {name: n for name, n in sizes.items() if n and (n > _SMALL_BYTES or name.endswith(_TENSORS))}
         big.pop(METADATA, None)
         runs, proven_whole = _runs(files, catalog, big, options.write.check_source != "none")
-        small = _small_files(files, [name for name in sizes if name not in big])
-        plan = build_copy_plan(runs)
-        place = replace(
-            place, extra_files=small, is_dcp=False, beside={**place.beside, **_trackers(source, location)}
+        made = Conversion(
+            to="hf" if location.kind == "safetensors" else location.kind,
+            loader=None,
+            iteration=location.iteration,
+            catalog=catalog,
+            target=Target(()),
+            plan=build_copy_plan(runs),
+            extra_files=_small_files(files, [name for name in sizes if name not in big]),
+            beside=_trackers(source, location),
+            edits=Edits(),
+            copies_files=True,
         )
-        with with_workers(plan.bytes_to_write, options.write, Ranks(), place.directory) as (ranks, write):
-            written = write_checkpoint(plan, files, place, write, ranks=ranks, progress=progress)
-        if options.read_back:
-            _read_back(plan, files, place, options.write)
-    without = sum(run.crc32 is None for file in runs.values() for run in file.runs)
+        done = edit(
+            source, output, lambda _: made, options, progress, opened=opened, place=lambda *_: place
+        ).written
+        if options.read_back and done is not None:
+            _read_back(made, files, place, options.write)
     return Copied(
         location.path,
         str(place.directory),
         len(sizes),
         sum(sizes.values()),
-        written.payloads_proven + proven_whole,
-        without,
+        (0 if done is None else done.payloads_proven) + proven_whole,
+        sum(run.crc32 is None for file in runs.values() for run in file.runs),
         options.read_back,
         left_out,
-        written,
+        done,
     )
 
 
@@ -210,10 +205,6 @@ def _named_by(catalog: Catalog) -> set[str]:
     """The files that a catalog's items lie in."""
     tensors = {chunk.item.file for entry in catalog.tensors.values() for chunk in entry.chunks}
     return tensors | {entry.item.file for entry in catalog.objects.values()}
-
-
-def _holds_tensors(name: str) -> bool:
-    return name.endswith((".distcp", ".safetensors"))
 
 
 def _small_files(files: Files, names: Iterable[str]) -> dict[str, bytes]:
@@ -303,8 +294,9 @@ def _disjoint(runs: Iterable[Run]) -> list[Run]:
     return kept
 
 
-def _read_back(plan: Plan, files: Files, place: Output, write: WriteOptions) -> None:
+def _read_back(made: Conversion, files: Files, place: Output, write: WriteOptions) -> None:
     """Raise VerificationError if the copy is not, byte for byte, what the source is."""
+    plan, place = made.plan, replace(place, extra_files=made.extra_files, is_dcp=False)
     with closing(SourceReader(files)) as reader:
         same = is_written(plan, place, plan.items, reader, write, small_parts=True, tick=lambda: None)
     if not same:

@@ -1,4 +1,4 @@
-"""`repair`: a copy of an `fsdp_dtensor` checkpoint with what stands under a wrong key put right, where it is proven.
+"""`repair`: a copy of an `fsdp_dtensor` checkpoint with wrong keys corrected, where the checkpoint proves how.
 
 The rest stays, byte for byte and chunk by chunk. Weights and masters keep their values.
 
@@ -17,22 +17,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ckpt_tools.commands.edit.modify import new_path
-from ckpt_tools.commands.job.conversion import (
-    Conversion,
-    EditOptions,
-    Progress,
-    Writer,
-    carry_out,
-    like_to_like,
-    open_source,
-)
+from ckpt_tools.commands.job.conversion import Conversion, EditOptions, Progress, open_source
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.report import ConversionReport, Edits
-from ckpt_tools.commands.job.rewrite import rewrite
+from ckpt_tools.commands.job.rewrite import edit, rewrite
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
 from ckpt_tools.megatron.format import FORMATS
-from ckpt_tools.megatron.fsdp_dtensor.stages import ISSUE, LocalNumbers, local_numbers, ranges
+from ckpt_tools.megatron.fsdp_dtensor.read import ISSUE, LocalNumbers, local_numbers, ranges
 from ckpt_tools.megatron.keys import (
     DECODER_LAYERS,
     GROUP_META,
@@ -58,7 +50,7 @@ class Repaired:
     source: str
     output: str
     changes: tuple[Change, ...]
-    left_out: tuple[str, ...]  # a line for each thing beside the source's tensors that stays behind
+    left_out: tuple[str, ...]  # a line for each of the source's other files that is not copied
     report: ConversionReport | None  # None: there is nothing to repair
 
 
@@ -68,7 +60,7 @@ def repair_checkpoint(
     options: EditOptions | None = None,
     progress: Progress | None = None,
 ) -> Repaired:
-    """Write what the checkpoint at `source` was meant to be to `output`; `source` stays as it is.
+    """Write what the checkpoint at `source` was meant to be to `output`; `source` is not changed.
 
     Where nothing is to be repaired, nothing is written and the report has no changes.
 
@@ -95,8 +87,7 @@ def repair_checkpoint(
 
         made, done = mend_keys(catalog, opened.common, is_same), None
         if made.changes:
-            writer = Writer(open_source, like_to_like, lambda opened, _options, _world: _plan(opened, made))
-            done = carry_out(source, opened, output, writer, options, progress, options.dry_run)
+            done = edit(source, output, lambda opened: _plan(opened, made), options, progress, opened=opened)
     return Repaired(source, output, tuple(made.changes), location.left_out, done)
 
 

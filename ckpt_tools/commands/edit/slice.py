@@ -1,4 +1,4 @@
-"""`slice`: a few layers of a checkpoint as a small, whole checkpoint of its own, for tests and CI.
+"""`slice`: a few layers of a checkpoint as a small, whole checkpoint, for tests and CI.
 
 Layers are renumbered from 0 and the stored arguments say so. Optimizer states that are flattened or in buckets come
 out as `fully_reshardable`: a part of a bucket is not a bucket.
@@ -25,7 +25,6 @@ from ckpt_tools.formats.torch_archive.object_writer import dump_archive
 from ckpt_tools.formats.untrusted_documents import parse_yaml
 from ckpt_tools.megatron.dcp.read import group_members, numbered
 from ckpt_tools.megatron.dcp.state_dict import OptimizerKeys, StateDict, read_state_dict
-from ckpt_tools.megatron.format import FORMATS
 from ckpt_tools.megatron.fsdp_dtensor.read import SmallValues
 from ckpt_tools.megatron.huggingface.vision.towers import TEXT, changed_record
 from ckpt_tools.megatron.huggingface.vision.vision_language import VISION
@@ -150,7 +149,7 @@ def slice_layers(
     Raises:
         UsageError: not a range of layers, or several blocks to choose from.
         UnsupportedCheckpointError: a Hugging Face model.
-        MappingError: states are numbered, and nothing tells which parameters they are of.
+        MappingError: states are numbered, and their parameters are unknown.
         Otherwise the errors of opening, planning and writing.
     """
     chosen = options or EditOptions()
@@ -189,7 +188,7 @@ def _plan(opened: Opened, layers: str, block: str | None, workers: int | None) -
 def _parts(
     opened: Opened, cut: Cut, workers: int | None
 ) -> tuple[list[TargetTensor], dict[str, Any], Catalog]:
-    """The tensors that stay, the common state (or `args` alone) made anew, and the catalog that holds the sources."""
+    """The tensors that stay, the changed common state (or `args` alone), and the catalog that holds the sources."""
     if opened.location.kind == "torch_dist":
         source = read_torch_dist(
             opened.files,
@@ -207,7 +206,7 @@ def _parts(
 def choose_cut(opened: Opened, layers: str, block: str | None) -> Cut:
     """The layers to keep, from `start:stop` as Python counts."""
     kind = opened.location.kind
-    counts = layer_counts(FORMATS[kind].weights(opened.catalog).shapes)
+    counts = layer_counts(opened.format.weights(opened.catalog).shapes)
     blocks = {name: n for name, n in counts.items() if ".mtp." not in f".{name}"}
     if block is None:
         block = "decoder.layers." if "decoder.layers." in blocks else next(iter(blocks), "")
@@ -296,12 +295,12 @@ def _by_number(
     """Numbers count through what stays; masters, named by their place in a group, do so inside of it."""
     members = group_members(optimizer, opened.catalog, reader)
     of_number, masters = numbered(optimizer, members, found, opened.catalog, None)
-    anew: dict[int, int] = {}
+    new_numbers: dict[int, int] = {}
     for group, (owner, numbers) in enumerate(zip(sorted(optimizer.groups, key=int), members, strict=True)):
         kept = [number for number in numbers if rename(of_number[number]) is not None]
-        anew |= {number: len(anew) + at for at, number in enumerate(kept)}
+        new_numbers |= {number: len(new_numbers) + at for at, number in enumerate(kept)}
         if "params" in optimizer.groups[owner]:
-            values[optimizer.groups[owner]["params"]] = [anew[number] for number in kept]
+            values[optimizer.groups[owner]["params"]] = [new_numbers[number] for number in kept]
         for number in numbers:
             if number in masters:
                 head = masters[number].rpartition(".")[0].rpartition(".")[0]
@@ -310,7 +309,7 @@ def _by_number(
     for owner, keys in optimizer.states.items():
         for key in keys.values():
             tail = key[len(head) + len(owner) :]
-            names[key] = f"{head}{anew[int(owner)]}{tail}" if int(owner) in anew else None
+            names[key] = f"{head}{new_numbers[int(owner)]}{tail}" if int(owner) in new_numbers else None
 
 
 def _kept_tensors(opened: Opened, cut: Cut, keys: Sequence[str]) -> list[TargetTensor]:
@@ -413,7 +412,7 @@ def sliced_settings(settings: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
 def _objects(
     opened: Opened, cut: Cut, changed: Mapping[str, Any]
 ) -> tuple[list[TargetObject], list[tuple[str, bytes]]]:
-    """The objects that stay, with their archives: `args` or the common state made anew, others as they are."""
+    """The objects that stay, with their archives: `args` or the common state changed, others as stored."""
     catalog, files = opened.catalog, opened.files
     natural = cut.plain is not None or not any(
         is_optimizer_key(k) and "/shard_" in k for k in catalog.objects
@@ -437,11 +436,11 @@ def _objects(
 
 
 def _companions(opened: Opened, cut: Cut, changed: Mapping[str, Any]) -> dict[str, bytes]:
-    """The small files beside the tensors that tell the number of layers."""
+    """The small files that say the number of layers."""
     companions = {}
     if opened.location.has_common_pt:
         companions[COMMON_FILE] = dump_archive(dict(changed))
-    if opened.common.model_config:  # else there is nothing of the model in it, and it goes over as it is
+    if opened.common.model_config:  # else it says nothing of the model, and is copied unchanged
         import yaml
 
         config = parse_yaml(read_whole(opened.files, RUN_CONFIG))

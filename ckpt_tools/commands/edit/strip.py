@@ -11,18 +11,15 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tools.commands.convert.fresh_optimizer import begun_at, plan_fresh
+from ckpt_tools.commands.convert.fresh_optimizer import plan_fresh, started_at
 from ckpt_tools.commands.convert.relayout import masters_beside_weights
 from ckpt_tools.commands.convert.version_2 import is_version_2
 from ckpt_tools.commands.job.conversion import (
     Conversion,
     EditOptions,
     Progress,
-    Writer,
-    convert,
     like_to_like,
     not_compared,
-    open_source,
     with_note,
 )
 from ckpt_tools.commands.job.opened import Opened
@@ -36,7 +33,6 @@ from ckpt_tools.formats.storage.files import AnyPath, path_text
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
 from ckpt_tools.formats.torch_archive.object_writer import dump_archive
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
-from ckpt_tools.megatron.format import FORMATS
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, parameter_of
 from ckpt_tools.megatron.run_state.common_state import COMMON_FILE
@@ -63,7 +59,7 @@ def strip_checkpoint(
     """Write the weights of the checkpoint at `source` to `output`, in its format.
 
     `dtype` casts the weights of an `fsdp_dtensor` checkpoint, which are fp32 masters; buffers keep their type.
-    `fresh` gives it an optimizer that has not begun, with these settings, or those that the source tells.
+    `fresh` gives it a fresh optimizer with these settings, else with the source's.
     `check_masters`: how much of the masters that are left out must be shown to round to the weights.
 
     Raises:
@@ -84,19 +80,19 @@ def strip_checkpoint(
     settings = replace(fresh, fresh_optimizer=True, weights_only=True)
 
     def place(source: str, location: Location, output: str, options: EditOptions) -> Output:
-        return like_to_like(source, begun_at(location, settings), output, options)
+        return like_to_like(source, started_at(location, settings), output, options)
 
-    def plan(opened: Opened, _options: EditOptions, _world: int) -> Conversion:
+    def plan(opened: Opened) -> Conversion:
         _check_request(opened, dtype, settings)
         return plan_fresh(opened, settings)
 
-    return convert(source, output, Writer(open_source, place, plan), options, progress, options.dry_run)
+    return edit(source, output, plan, options, progress, place=place)
 
 
 def _plan(opened: Opened, dtype: str | None, check_masters: CheckLevel, write: WriteOptions) -> Conversion:
     _check_request(opened, dtype, None)
     catalog = opened.catalog
-    kept = FORMATS[opened.location.kind].without_optimizer(catalog)
+    kept = opened.format.without_optimizer(catalog)
     removed = [key for key in (*catalog.tensors, *catalog.objects) if key not in kept]
     common = _stripped_common(opened.common.values)
     if opened.common.source in ("common.pt", "common_state"):
@@ -111,7 +107,7 @@ def _plan(opened: Opened, dtype: str | None, check_masters: CheckLevel, write: W
         target,
         ((o.key, _archive(opened, o.key, common)) for o in target.objects),
         Edits(removed=tuple(removed), cast=tuple(t.key for t in target.tensors if t.dtype != types[t.key])),
-        companions=_common_file(opened, common),
+        companions={COMMON_FILE: dump_archive(dict(common))} if opened.common.source == "common.pt" else {},
         masters=_use_of_masters(opened),
     )
     if made.masters == "left_out" and check_masters != "none":
@@ -166,7 +162,7 @@ def _check_request(opened: Opened, dtype: str | None, fresh: TargetOptions | Non
         return
     if dtype not in CASTABLE:
         raise UsageError(f"--dtype {dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
-    if kind != "fsdp_dtensor":
+    if not opened.format.masters_in_place:
         raise UsageError(
             f"--dtype {dtype}: {path} is {kind}, whose weights have the element type of the job already; "
             "`convert` and `export-hf` cast on the way to another format"
@@ -228,7 +224,3 @@ def _archive(opened: Opened, key: str, common: Mapping[str, Any]) -> bytes:
     if key == COMMON_OBJECT and opened.common.source == "common_state":
         return dump_archive([dict(common)])
     return read_archive(opened.files, opened.catalog.objects[key].item)
-
-
-def _common_file(opened: Opened, common: Mapping[str, Any]) -> dict[str, bytes]:
-    return {COMMON_FILE: dump_archive(dict(common))} if opened.common.source == "common.pt" else {}

@@ -7,32 +7,25 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from ckpt_tools.commands.adapters.peft import plan_peft
-from ckpt_tools.commands.huggingface.export_source import ExportOptions, ExportSource, read_export_source
-from ckpt_tools.commands.huggingface.folder import (
-    families_with,
-    hf_directory,
-    read_config,
-)
-from ckpt_tools.commands.huggingface.plain_to_hf import is_plain, plan_plain
-from ckpt_tools.commands.huggingface.tensors import prove_equal, shifted_norms
-from ckpt_tools.commands.huggingface.vision_language import (
+from ckpt_tools.commands.huggingface.export_source import (
+    ExportOptions,
+    ExportSource,
     WholeModel,
     check_tower,
     holds_several,
+    model_directory,
     put_back,
     put_together,
+    read_export_source,
     reference_of,
     tower_files,
     whole_model,
     without_others,
 )
-from ckpt_tools.commands.job.conversion import (
-    Conversion,
-    Progress,
-    Writer,
-    convert,
-    open_source,
-)
+from ckpt_tools.commands.huggingface.folder import families_with, read_config
+from ckpt_tools.commands.huggingface.plain_to_hf import is_plain, plan_plain
+from ckpt_tools.commands.huggingface.tensors import prove_equal, shifted_norms
+from ckpt_tools.commands.job.conversion import Conversion, Progress, Writer, convert, open_source
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.outputs import output_directory, place_parts, refuse_overlap
 from ckpt_tools.commands.job.read_model import GO_ON_UNPROVEN
@@ -51,7 +44,6 @@ from ckpt_tools.model.choices import Quantization
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.target import InlineTensor, Target, TargetTensor, rebase
 from ckpt_tools.model.views import Source
-from ckpt_tools.plan.build import build_safetensors_plan
 
 
 def export_hf(
@@ -153,7 +145,7 @@ def _specs(source: ExportSource) -> dict[str, Spec]:
 
 
 def _export(source: ExportSource, request: ExportRequest, reference: Mapping[str, Any] | None) -> Exported:
-    """The tensors of a language model, as one of its own. Raises as `export_targets`."""
+    """The tensors of a language model, as a separate model. Raises as `export_targets`."""
     options, whole, present = request.options, request.whole, request.present
     families = families_with(options.rules, reference)
     if whole is not None:
@@ -185,15 +177,14 @@ def plan_export(opened: Opened, options: ExportOptions, world: int = 1) -> Conve
     if whole is not None:
         made = _with_other_towers(made, whole)
     source, exported = made.source, made.exported
-    made_of = hf_directory(made.ready, exported.config, options.hf_config, options.max_shard_bytes)
-    return Conversion(
-        to="hf",
-        loader="transformers",
-        iteration=opened.location.iteration,
-        catalog=source.catalog,
-        target=Target(tuple(exported.tensors), dropped=source.dropped, notes=(*made.notes, *made_of.notes)),
-        plan=build_safetensors_plan(source.catalog, made_of.files, exported.shapes),
-        extra_files=made_of.extra_files,
+    return model_directory(
+        opened,
+        options,
+        source.catalog,
+        made.ready,
+        exported.config,
+        Target(tuple(exported.tensors), dropped=source.dropped, notes=made.notes),
+        exported.shapes,
         architecture=exported.family.architecture,
         masters=source.masters,
         must_round=source.must_round,
@@ -246,7 +237,7 @@ def _as_asked(made: ExportTensors, options: ExportOptions) -> ExportTensors:
 
 
 def _open(source: str, options: ExportOptions) -> Opened:
-    """The checkpoint, and beside its files those of the whole model that it becomes a part of."""
+    """The checkpoint; its files include those of the whole model that it becomes a part of."""
     if options.tower is None:
         return open_source(source, options)
     check_tower(options.tower)

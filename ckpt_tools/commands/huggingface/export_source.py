@@ -1,16 +1,18 @@
-"""What an export reads: every parameter of a checkpoint of either format, and which of its values are taken."""
+"""What an export reads: every parameter of a checkpoint, and which of its values are taken.
+
+A vision-language model is read for its language model alone, or whole; an import reads its language model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
-from ckpt_tools.commands.huggingface.folder import DEFAULT_SHARD_SIZE
-from ckpt_tools.commands.job.conversion import (
-    SourceOptions,
-)
+from ckpt_tools.commands.huggingface.folder import DEFAULT_SHARD_SIZE, hf_directory, read_config
+from ckpt_tools.commands.job.conversion import Conversion, SourceOptions
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.read_model import (
     Wanted,
@@ -21,17 +23,40 @@ from ckpt_tools.commands.job.read_model import (
     read_model,
 )
 from ckpt_tools.commands.job.report import MastersUse
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.write_job import WriteOptions
-from ckpt_tools.megatron.huggingface.vision.towers import language_prefix
+from ckpt_tools.formats.locate.run_layouts import snapshot_of
+from ckpt_tools.formats.safetensors import read_safetensors_catalog
+from ckpt_tools.formats.storage.files import Files
+from ckpt_tools.formats.storage.joined_files import joined_entry
+from ckpt_tools.formats.storage.open_files import open_files
+from ckpt_tools.megatron.huggingface.families.families import FAMILIES
+from ckpt_tools.megatron.huggingface.families.identify import family_of_config
+from ckpt_tools.megatron.huggingface.mapping.checks import HEAD, Spec, specs_of
+from ckpt_tools.megatron.huggingface.mapping.targets import Exported
+from ckpt_tools.megatron.huggingface.vision.towers import (
+    QUANTIZED,
+    TYPE,
+    Tower,
+    absent_modules,
+    counted,
+    known_to_bridge,
+    language_prefix,
+    language_tower,
+    recorded_config,
+    whole_config,
+    with_towers,
+)
+from ckpt_tools.megatron.huggingface.vision.vision_language import vision_language, vision_language_types
 from ckpt_tools.megatron.hybrid import as_gpt, is_hybrid
-from ckpt_tools.megatron.keys import is_optimizer_key, one_expert
+from ckpt_tools.megatron.keys import is_optimizer_key, one_expert, strip_wrappers
 from ckpt_tools.megatron.run_state.settings import training_dtype
-from ckpt_tools.model.catalog import Catalog, Value, leave_out
+from ckpt_tools.model.catalog import Catalog, TensorEntry, Value, leave_out
 from ckpt_tools.model.choices import CheckLevel, Quantization, TowerName
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER
-from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.model.target import InlineTensor, Target, TargetTensor
+from ckpt_tools.plan.build import build_safetensors_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +85,8 @@ _WIDE = ("float32", "float64")  # what an fp32 master says more to than the weig
 class ExportSource:
     """Parameters under their `torch_dist` names, layers and experts one by one, and the settings they go with.
 
-    In a model of several parts these are the names of its language model as one of its own; `beside` are the
-    parameters of the other parts, under names of their own (None: there are no other parts). `types` has the running
+    In a model of several parts these are the names of its language model as a separate model; `beside` are the
+    parameters of the other parts, under their names (None: there are no other parts). `types` has the running
     model's type of parameters whose values are fp32 masters; others keep what is stored. `must_round` are the masters
     among the values, with the stored weights that they must round to.
     """
@@ -112,7 +137,7 @@ def imported_source(model: Model) -> ExportSource:
 
 
 def _parts_apart(source: ExportSource) -> ExportSource:
-    """The language model of a model of several parts under the names of a model of its own."""
+    """The language model of a model of several parts under the names of a separate model."""
     prefix = language_prefix(source.bases)
     if not prefix:
         return source
@@ -150,4 +175,214 @@ def _source(opened: Opened, model: Model, dtype: str | None, wide: bool) -> Expo
         tuple(master_targets(model)),
         model.settings.fp8_recipe,
         notes=notes,
+    )
+
+
+# ---- a model of several parts
+
+
+@dataclass(frozen=True, slots=True)
+class WholeModel:
+    """The vision-language model that a language model goes back into; `others` are named as among joined folders.
+
+    There is no `folder` where the checkpoint itself records the `config`.
+    """
+
+    folder: str | None
+    config: Mapping[str, Any]
+    tower: Tower
+    others: Mapping[str, TensorEntry]
+
+
+def check_tower(name: str | None) -> None:
+    """Raises UsageError: no tower is called so."""
+    if name is not None and name not in get_args(TowerName):
+        raise UsageError(f"--tower {name}: {', '.join(get_args(TowerName))} is converted")
+
+
+def tower_alone(
+    catalog: Catalog, specs: Mapping[str, Spec], config: Mapping[str, Any]
+) -> tuple[Catalog, dict[str, Spec], Tower]:
+    """The language model's tensors under the names of a separate model.
+
+    The catalog keeps the others too: scales are read by the names they are stored under.
+    """
+    tower = language_tower(config, specs)
+    bare = {name: replace(catalog.tensors[own], key=name) for name, own in tower.names.items()}
+    named = {name: specs[own] for name, own in tower.names.items()}
+    return replace(catalog, tensors={**catalog.tensors, **bare}), named, tower
+
+
+def tower_files(folder: str) -> Files:
+    """The files of the whole model."""
+    return open_files(snapshot_of(folder))
+
+
+def tower_tensors(folder: str) -> Catalog:
+    """The stored tensors of the whole model. Raises as `read_safetensors_catalog`."""
+    return read_safetensors_catalog(snapshot_of(folder))
+
+
+def whole_model(folder: str) -> WholeModel:
+    """The vision-language model in a directory."""
+    config = read_config(folder)
+    if config.get(QUANTIZED):
+        raise UnsupportedCheckpointError(
+            f"--tower language: the weights in {folder} are quantized, and those of the other towers are taken over "
+            "as they are stored; give the directory of the model that was quantized"
+        )
+    catalog = tower_tensors(folder)
+    tower = language_tower(config, specs_of(catalog.tensors))
+    absent = absent_modules(config, tower)
+    if absent:
+        raise MappingError(
+            f"--tower language: {folder} holds no tensors of {' and '.join(absent)}, from which the whole model "
+            "would be made. Without --tower and --hf-config the language model is written as a model of its own"
+        )
+    with closing(tower_files(folder)) as files:
+        others = {
+            key: joined_entry(files, catalog.tensors[key], f"{key} of {folder}") for key in tower.others
+        }
+    return WholeModel(folder, config, tower, others)
+
+
+def whole_model_if_one(folder: str, config: Mapping[str, Any]) -> WholeModel | None:
+    """The vision-language model in a directory, None for a directory with another model."""
+    return whole_model(folder) if config.get(TYPE) in vision_language_types() else None
+
+
+def put_back(exported: Exported, whole: WholeModel) -> Exported:
+    """The tensors of the language model under the whole model's names, and its config.json."""
+    config = whole_config(whole.config, whole.tower, exported.config)
+    return replace(exported.renamed(whole.tower.name_of), config=config)
+
+
+class Reference(NamedTuple):
+    """What an export goes by: config.json of the language model, and the whole model that it is put back into."""
+
+    config: Mapping[str, Any] | None
+    whole: WholeModel | None
+
+
+def holds_several(catalog: Catalog) -> bool:
+    """Whether a checkpoint's keys are those of a model of several parts."""
+    return bool(language_prefix(strip_wrappers(key) for key in catalog.tensors if not is_optimizer_key(key)))
+
+
+def reference_of(
+    source: ExportSource, folder: str | None, alone: bool, whole: WholeModel | None
+) -> Reference:
+    """What a checkpoint of several parts is exported by.
+
+    Args:
+        folder: with the config.json that is known of it; None: the one that the checkpoint records, if it does.
+        alone: the language model is written as a separate model.
+        whole: the model that it is compared with, where it is.
+    """
+    if whole is not None:
+        known_to_bridge(whole.config)
+        return Reference(whole.tower.config, whole)
+    config = recorded_config(source.settings) if folder is None else read_config(folder)
+    if alone:
+        return Reference(None if config is None else _of_its_own(config, HEAD not in source.bases), None)
+    if config is None:
+        raise MappingError(_what_it_is(source))
+    if config.get(TYPE) not in vision_language_types():
+        raise MappingError(f"{_what_it_is(source)}; this one has model_type {config.get(TYPE)!r}")
+    known_to_bridge(config)
+    specs = {} if folder is None else _stored(folder)
+    tower = language_tower(config, specs, None if specs else HEAD not in source.bases)
+    return Reference(tower.config, WholeModel(folder, config, tower, {}))
+
+
+def _what_it_is(source: ExportSource) -> str:
+    beside = source.beside or ()
+    known = ", ".join(kind for kind in vision_language_types() if vision_language(kind).rules)
+    own = "vision_projection" in {name.partition(".")[0] for name in beside}
+    why = (
+        "It is Megatron-LM's own LLaVAModel, for whose vision tower and projection no class of transformers is known"
+        if own
+        else f"Which model it is, its config.json tells (--hf-config DIR); known are {known}"
+    )
+    return (
+        f"the checkpoint holds a language model ({len(source.bases) - len(beside)} parameters) and other parts "
+        f"({counted(beside)}). The language model alone is written by --tower language. {why}"
+    )
+
+
+def _of_its_own(config: Mapping[str, Any], tied: bool) -> dict[str, Any]:
+    """config.json of the language model as a separate model; that of such a model unchanged."""
+    if config.get(TYPE) not in vision_language_types():
+        return dict(config)
+    family = FAMILIES[vision_language(str(config[TYPE])).alone]
+    text = language_tower(config, {}, tied).config
+    always = {
+        name: value for name, value in family_of_config(text).fixed.items() if not isinstance(value, tuple)
+    }
+    return {**always, **text, TYPE: family.model_type or family.name}
+
+
+def _stored(folder: str) -> dict[str, Spec]:
+    """The tensors of a directory, none where it has a config.json alone."""
+    with closing(tower_files(folder)) as files:
+        if not any(name.endswith(".safetensors") for name in files.list()):
+            return {}
+    return specs_of(tower_tensors(folder).tensors)
+
+
+def without_others(source: ExportSource, language: Mapping[str, Value]) -> ExportSource:
+    """The parameters of the language model alone, those of the other parts named as left out."""
+    beside = source.beside or ()
+    note = (
+        f"the language model alone: {len(beside)} parameters of other parts are left out ({counted(beside)})"
+    )
+    return replace(
+        source,
+        bases=language,
+        dropped=(*source.dropped, *(f"{name}: of another part than the language model" for name in beside)),
+        notes=(*source.notes, note),
+    )
+
+
+def put_together(
+    exported: Exported,
+    whole: WholeModel,
+    parameters: Mapping[str, Spec],
+    dtype: str | None,
+) -> Exported:
+    """The whole model: the language model's tensors, and those of other parts by their rules, as `with_towers`."""
+    made = with_towers(put_back(exported, whole), whole.config, whole.tower, parameters, dtype)
+    note = "config.json is made of the one that the checkpoint records"
+    if whole.folder is not None:
+        note = (
+            "the settings of other parts than the language model are those of --hf-config; what the checkpoint "
+            "records is not compared with them"
+        )
+    return replace(made, notes=(*made.notes, note))
+
+
+def model_directory(
+    opened: Opened,
+    options: ExportOptions,
+    catalog: Catalog,
+    tensors: Sequence[TargetTensor | InlineTensor],
+    config: Mapping[str, Any],
+    target: Target,
+    shapes: Mapping[str, tuple[int, ...]],
+    **more: Any,
+) -> Conversion:
+    """The directory of `tensors`, whatever they are made of; `shapes` are those in which views see the sources.
+
+    `target` says what of the checkpoint is written and dropped; `more` are fields of the conversion.
+    """
+    made = hf_directory(tensors, config, options.hf_config, options.max_shard_bytes)
+    return Conversion(
+        to="hf",
+        loader="transformers",
+        iteration=opened.location.iteration,
+        catalog=catalog,
+        target=replace(target, notes=(*target.notes, *made.notes)),
+        plan=build_safetensors_plan(catalog, made.files, shapes),
+        extra_files=made.extra_files,
+        **more,
     )

@@ -11,11 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpt_tools.errors import (
-    CkptError,
-    UnsupportedCheckpointError,
-    UsageError,
-)
+from ckpt_tools.errors import CkptError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.locate.owned_files import CARRIED, TEMPLATES, is_like
 from ckpt_tools.formats.locate.run_layouts import snapshot_of
 from ckpt_tools.formats.safetensors import (
@@ -28,8 +24,7 @@ from ckpt_tools.formats.safetensors import (
 from ckpt_tools.formats.storage.files import Files, path_in, read_whole
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.formats.untrusted_documents import DocumentError, parse_json
-from ckpt_tools.megatron.huggingface.families.families import FAMILIES
-from ckpt_tools.megatron.huggingface.families.rulefile import load_rule_file
+from ckpt_tools.megatron.huggingface.families.families import FAMILIES, load_rule_file
 from ckpt_tools.megatron.huggingface.mapping.rules import Family
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.dtypes import itemsize
@@ -130,7 +125,7 @@ def unread_notes(files: Files) -> tuple[str, ...]:
 
 
 class Assets(NamedTuple):
-    """Files to write beside a model, and the names of those that are left where they are."""
+    """Files to write next to a model, and the names of those that are not copied."""
 
     files: dict[str, bytes]
     left: tuple[str, ...]
@@ -165,12 +160,12 @@ def documents_of(names: Iterable[str]) -> list[str]:
 
 
 def _names_code(name: str, data: bytes) -> bool:
-    """Whether settings say that a class is in a file beside them (`trust_remote_code`)."""
+    """Whether settings say that a class is in a file of the folder (`trust_remote_code`)."""
     if not name.endswith("_config.json"):
         return False
     try:
         return "auto_map" in parse_json(data)
-    except (DocumentError, TypeError):  # carried as it is; whoever loads it will say
+    except (DocumentError, TypeError):  # copied unchanged; the program that loads it reports it
         return False
 
 
@@ -211,7 +206,7 @@ class Shard:
 
 
 def pack_shards(sizes: Iterable[tuple[str, int]], max_bytes: int = DEFAULT_SHARD_SIZE) -> list[Shard]:
-    """Tensors (name, bytes) in order, in files of at most `max_bytes` of data; a larger tensor stands alone.
+    """Tensors (name, bytes) in order, in files of at most `max_bytes` of data; a larger tensor gets its own file.
 
     The rule is huggingface_hub's `split_state_dict_into_shards_factory`; so are the file names.
     """

@@ -10,15 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt_tools.commands.adapters.peft import merge_peft, peft_files
-from ckpt_tools.commands.convert.options import ConvertOptions
-from ckpt_tools.commands.convert.to_fsdp_dtensor import planned, prepare_model
+from ckpt_tools.commands.convert.to_fsdp_dtensor import prepare_model
 from ckpt_tools.commands.convert.to_torch_dist import write_torch_dist
 from ckpt_tools.commands.convert.version_2 import VERSION_2, for_version_2
-from ckpt_tools.commands.huggingface.folder import (
-    families_with,
-    read_config,
-    unread_notes,
-)
+from ckpt_tools.commands.huggingface.export_source import check_tower, tower_alone
+from ckpt_tools.commands.huggingface.folder import families_with, read_config, unread_notes
 from ckpt_tools.commands.huggingface.tensors import (
     prove_equal,
     refuse_adapters,
@@ -26,7 +22,6 @@ from ckpt_tools.commands.huggingface.tensors import (
     shifted_norms,
     without_frequencies,
 )
-from ckpt_tools.commands.huggingface.vision_language import check_tower, tower_alone
 from ckpt_tools.commands.job.conversion import Conversion, Progress, RunOptions, Writer, convert
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.outputs import in_root, refuse_overlap
@@ -135,7 +130,7 @@ def plan_import(opened: Opened, options: ImportOptions, world: int) -> Conversio
         prepared = prepare_model(model, opened.files, target, layout)
         if layout.name == VERSION_2:
             prepared = for_version_2(prepared, model.common, layout)
-        made = planned(opened, prepared, ConvertOptions(target), layout)
+        made = prepared.planned(layout, options.iteration)
     tokens = imported.args["vocab_size"]  # the vocabulary's real size, which config.json tells
     rows = vocabulary(((t.key, t.shape) for t in imported.tensors), model.common.args, tokens)
     job = made.job or TargetJob(TargetRecord())
@@ -269,7 +264,7 @@ def _with_offsets(files: Files, catalog: Catalog, imported: Imported) -> tuple[C
 
 
 def common_state(imported: Imported, options: ImportOptions, source: str) -> CommonState:
-    """The common state of a run that has not begun: its arguments, as Megatron-LM pickles them."""
+    """The common state of a run before its first step: its arguments, as Megatron-LM pickles them."""
     args = dict(imported.args)
     args |= {
         "params_dtype": TorchDtype(args["params_dtype"]),

@@ -16,18 +16,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ckpt_tools.commands.huggingface.folder import (
-    architecture_of,
-    families_with,
-    hf_directory,
-    read_config,
-)
-from ckpt_tools.commands.huggingface.tensors import (
-    prove_equal,
-    without_frequencies,
-)
+from ckpt_tools.commands.huggingface.export_source import ExportOptions, model_directory
+from ckpt_tools.commands.huggingface.folder import architecture_of, families_with, read_config
+from ckpt_tools.commands.huggingface.tensors import prove_equal, without_frequencies
 from ckpt_tools.commands.job.conversion import Conversion
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.errors import MappingError, UsageError, list_problems
@@ -54,10 +47,6 @@ from ckpt_tools.model.catalog import Catalog, TensorEntry, Value, leave_out
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.model.views import Source
-from ckpt_tools.plan.build import build_safetensors_plan
-
-if TYPE_CHECKING:
-    from ckpt_tools.commands.huggingface.export_source import ExportOptions
 
 _TYPES = ("dtype", "torch_dtype")  # what transformers 5 and 4 call the weights' type
 
@@ -67,7 +56,7 @@ def is_plain(opened: Opened) -> bool:
     kinds = (
         "dcp",
         "fsdp_dtensor",
-    )  # whoever saves a wrapped module himself may have keys as Megatron-FSDP has
+    )  # a program that saves a wrapped module may have keys like Megatron-FSDP's
     return opened.location.kind in kinds and not is_megatron(read_state_dict(opened.catalog))
 
 
@@ -90,7 +79,6 @@ def plan_plain(opened: Opened, options: ExportOptions, hf_config: str) -> Conver
     prove_equal(opened.files, catalog, bases, equal)
     tensors = [_target(name, entries[name], expected, options.dtype) for name in expected.shapes]
     written, changed = _config(config, bulk_dtype(tensors))
-    made_of = hf_directory(tensors, written, hf_config, options.max_shard_bytes)
     tied = {other: one for one, other in equal}
     dropped = (
         *ignored,
@@ -98,18 +86,12 @@ def plan_plain(opened: Opened, options: ExportOptions, hf_config: str) -> Conver
         *(f"{model.keys[n]}: {superfluous(n, tied)}" for n in extra),
         *_left_out(catalog, model),
     )
-    notes = (*_type_notes(entries, tensors, options.dtype), *changed, *made_of.notes)
+    notes = (*_type_notes(entries, tensors, options.dtype), *changed)
     if model.prefix:
         notes = (f"the names are those behind {model.prefix!r} in the checkpoint", *notes)
-    return Conversion(
-        to="hf",
-        loader="transformers",
-        iteration=opened.location.iteration,
-        catalog=catalog,
-        target=Target(tuple(tensors), dropped=dropped, notes=notes),
-        plan=build_safetensors_plan(catalog, made_of.files, {}),
-        extra_files=made_of.extra_files,
-        architecture=architecture_of(config),
+    target = Target(tuple(tensors), dropped=dropped, notes=notes)
+    return model_directory(
+        opened, options, catalog, tensors, written, target, {}, architecture=architecture_of(config)
     )
 
 
@@ -133,7 +115,7 @@ def _refuse_meaningless(options: ExportOptions) -> None:
 def expected_model(
     catalog: Catalog, config: Mapping[str, Any], rules: Path | None, hf_config: str
 ) -> Expected:
-    """What the model has: by the rules of its architecture; without such, by the weights beside the config.json."""
+    """What the model has: by the rules of its architecture; without such, by the weights next to the config.json."""
     families = families_with(rules, config)
     plain = {name: value for name, value in config.items() if name != SETTINGS}
     try:
@@ -181,7 +163,7 @@ def _not_that_model(
 
 
 def _target(name: str, entry: TensorEntry, expected: Expected, dtype: str | None) -> TargetTensor:
-    """The tensor as it is stored, or cast; what is not floating point (or FP8) keeps its type."""
+    """The stored tensor, or its cast; what is not floating point (or FP8) keeps its type."""
     written = entry.dtype
     if dtype is not None and entry.dtype in CASTABLE:
         written = expected.types.get(name, dtype)

@@ -9,11 +9,7 @@ from math import prod
 
 import numpy as np
 
-from ckpt_tools.errors import (
-    MappingError,
-    UnsupportedCheckpointError,
-    list_problems,
-)
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.execute.move.read_box import BoxReader, read_proven
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.model.box import Box, full_box, split_axes
@@ -113,8 +109,8 @@ def shifted_norms(
 ) -> tuple[dict[str, bytes], list[str]]:
     """The bytes of the norms that a number of `offsets` is added to, and what rounding did to their elements.
 
-    The sum is made in float32 and rounded once, to the tensor's type. An element is changed if it cannot be told from
-    the result.
+    The sum is made in float32 and rounded once, to the tensor's type. An element is changed
+    if the result does not give it back.
     """
     data, changed, elements = dict[str, bytes](), dict[str, int](), 0
     for tensor in tensors:

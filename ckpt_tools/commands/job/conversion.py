@@ -1,6 +1,6 @@
 """One conversion, whatever it makes: planned as data, rehearsed, proven, carried out and reported.
 
-`convert` is `WRITE(READ(opened, options), options)`: READ stands in `read_model`, one entry a format that is read; a
+`convert` is `WRITE(READ(opened, options), options)`: READ is in `read_model`, one entry a format that is read; a
 `Writer` makes a `Conversion` of what was read, one a format that is written. `plan` and `load_dtensors` take the same
 `Conversion` before anybody has said who holds which pieces, and ask the sharding room for themselves.
 """
@@ -10,9 +10,10 @@ from __future__ import annotations
 import shlex
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass, field, fields, replace
 from itertools import chain
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
 from ckpt_tools.commands.job.outputs import choose_output
@@ -35,7 +36,8 @@ from ckpt_tools.execute.proof.prove_source import prove_payloads
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, rehearse, write_checkpoint
 from ckpt_tools.formats.locate.detect import Location
 from ckpt_tools.formats.storage.files import Files
-from ckpt_tools.megatron.run_state.bridge import RUN_CONFIG, TRAIN_STATE
+from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
+from ckpt_tools.megatron.run_state.common_state import RUN_CONFIG, TRAIN_STATE
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.choices import CheckLevel, Format, MegatronFormat
@@ -81,6 +83,16 @@ class MegatronOptions(SourceOptions):
     tracker: bool = True  # the output's root is to name this iteration as its latest
 
 
+@dataclass(frozen=True, slots=True)
+class ConvertOptions(MegatronOptions):
+    """What a user may decide about a conversion to Megatron-FSDP or DCP; the defaults let the checkpoint decide."""
+
+    target: TargetOptions = field(default_factory=TargetOptions)
+    layout: Layout | None = None  # None: rows over the ranks that convert
+    check_masters: CheckLevel = "sample"
+    keep_plain: bool = False  # the state dict of a model that is not Megatron's is laid out as what it is
+
+
 class CutRows(NamedTuple):
     """Rows of a tensor that the output leaves out, and that must be zeros."""
 
@@ -93,10 +105,10 @@ class Contents:
     """What is written and what of, what must be proven first, and what is said of it."""
 
     to: Format
-    loader: str | None  # None: whoever loads the source
+    loader: str | None  # None: the program that loads the source
     catalog: Catalog  # the source's, with tensors added that stand inside its objects
     target: Target
-    extra_files: Mapping[str, bytes] = field(default_factory=dict)  # beside the tensors
+    extra_files: Mapping[str, bytes] = field(default_factory=dict)  # next to the tensors
     beside: Mapping[str, bytes] = field(default_factory=dict)  # in the run's root, where the output has one
     job: TargetJob | None = None
     optimizer_layout: str | None = None  # of the source
@@ -112,21 +124,32 @@ class Contents:
 class Prepared(Contents):
     """A conversion of which it is not said yet who holds which pieces."""
 
+    job: TargetJob
     live_model: Callable[[], LiveModel]  # as the job that loads it has it; a job's placement is asked of it
     archives: Callable[[], Iterable[tuple[str, bytes]]]  # of the target's objects
     keep_order: bool = False  # the target's, in the metadata: an optimizer may number parameters by it
     without_masters: Callable[[str], Prepared] | None = None  # as of `Conversion`
 
-    def planned(self, layout: Layout, **more: Any) -> Conversion:
-        """The conversion for the ranks of `layout`; `more` are fields that `Contents` has not."""
-        tp = self.job.record.tp if self.job is not None and layout.topology is None else None
+    def planned(
+        self, layout: Layout, iteration: int | None, check_masters: CheckLevel = "sample"
+    ) -> Conversion:
+        """The conversion for the ranks of `layout`."""
+        again = self.without_masters
+        tp = self.job.record.tp if layout.topology is None else None
         if self.to == "fsdp_dtensor" and tp is not None and tp.source == "--tp" and tp.ranks > 1:
             # Without the job's other sizes it is what the output says that it is for: such a job must be able to be.
             place_model(self.live_model(), Layout("mfsdp-v1", Topology(tp=tp.ranks, etp=1)))
         core = None if layout.name == "even" else place_model(self.live_model(), layout)
         plan = lay_out(self.catalog, self.target, core, self.archives(), layout, keep_order=self.keep_order)
-        contents = {one.name: getattr(self, one.name) for one in fields(Contents)}
-        return Conversion(**contents, plan=plan, **more)
+        return Conversion(
+            **{one.name: getattr(self, one.name) for one in fields(Contents)},
+            plan=plan,
+            iteration=iteration,
+            check_masters=check_masters,
+            without_masters=None
+            if again is None
+            else lambda note: again(note).planned(layout, iteration, check_masters),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +163,7 @@ class Conversion(Contents):
     advice: str | None = None  # what else can be done when masters do not round
     without_masters: Callable[[str], Conversion] | None = None  # for masters that do not; takes a note why
     edits: Edits | None = None  # of a command that writes what it reads, but for these
+    copies_files: bool = False  # `.metadata` is one of the `extra_files`, none is made of the target
 
 
 AnyOptions = TypeVar("AnyOptions", bound=RunOptions)
@@ -149,7 +173,7 @@ AnyOptions = TypeVar("AnyOptions", bound=RunOptions)
 class Writer(Generic[AnyOptions]):
     """How checkpoints of one format are made: what is opened for them, where they go, and what is written."""
 
-    open: Callable[[str, AnyOptions], Opened]
+    open: Callable[[str, AnyOptions], AbstractContextManager[Opened]]
     place: Callable[[str, Location, str, AnyOptions], Output]
     plan: Callable[[Opened, AnyOptions, int], Conversion]  # the last: number of converting ranks
     imported_as: MegatronFormat | None = None  # what `import-hf` makes of a model that this does not take
@@ -187,37 +211,30 @@ def convert(
             raise UnsupportedCheckpointError(
                 f"{opened.location.path} is a Hugging Face model. `{words}` makes a Megatron checkpoint of it"
             )
-        return carry_out(source, opened, output, writer, options, progress, dry_run)
-
-
-def carry_out(
-    source: str,
-    opened: Opened,
-    output: str,
-    writer: Writer[AnyOptions],
-    options: AnyOptions,
-    progress: Progress | None = None,
-    dry_run: bool = False,
-) -> ConversionReport:
-    """As `convert`, of a checkpoint that is open already."""
-    ranks = connect()
-    place = writer.place(source, opened.location, output, options)
-    conversion = _plan(writer, opened, options, ranks)
-    told = _contradictions(opened, conversion)
-    prove_zeros(opened, conversion)
-    nbytes = conversion.plan.bytes_to_write
-    with with_workers(nbytes, options.write, ranks, place.directory) as (ranks, write):
-        rehearse(conversion.plan, opened.files, _complete(place, conversion), write, ranks)
-        conversion, masters = with_proven_masters(opened, conversion, write, ranks)
-        written = None
-        if not dry_run:
-            plan, place = conversion.plan, _complete(place, conversion)
-            written_too = conversion.target.tensors if conversion.to != "hf" else ()  # which keeps no masters
-            kept = kept_exactly(written_too, conversion.catalog)
-            written = write_checkpoint(
-                plan, opened.files, place, write, ranks=ranks, progress=progress, kept=kept
-            )
-    return _report(source, output, opened.location, conversion, masters, written, told)
+        ranks = connect()
+        place = writer.place(source, opened.location, output, options)
+        conversion = _plan(writer, opened, options, ranks)
+        contradictions = _contradictions(opened, conversion)
+        prove_zeros(opened, conversion)
+        nbytes = conversion.plan.bytes_to_write
+        with with_workers(nbytes, options.write, ranks, place.directory) as (ranks, write):
+            rehearse(conversion.plan, opened.files, _complete(place, conversion), write, ranks)
+            conversion, masters = with_proven_masters(opened, conversion, write, ranks)
+            written = None
+            if not dry_run:
+                written_too = (
+                    conversion.target.tensors if conversion.to != "hf" else ()
+                )  # which keeps no masters
+                written = write_checkpoint(
+                    conversion.plan,
+                    opened.files,
+                    _complete(place, conversion),
+                    write,
+                    ranks=ranks,
+                    progress=progress,
+                    kept=kept_exactly(written_too, conversion.catalog),
+                )
+    return _report(source, output, opened.location, conversion, masters, written, contradictions)
 
 
 def _contradictions(opened: Opened, conversion: Conversion) -> tuple[str, ...]:
@@ -225,22 +242,20 @@ def _contradictions(opened: Opened, conversion: Conversion) -> tuple[str, ...]:
 
     What does rest on a setting was refused by who decided. An export asks them all for itself.
     """
-    kind = opened.location.kind
-    if kind not in ("torch_dist", "fsdp_dtensor") or conversion.to == "hf" or conversion.edits is not None:
+    if not opened.format.is_run or conversion.to == "hf" or conversion.edits is not None:
         return ()
-    from ckpt_tools.megatron.format import FORMATS
     from ckpt_tools.verify.checkpoint.counters import check_counters
     from ckpt_tools.verify.readiness.model_rules import check_settings
 
     files, catalog, common = opened.files, opened.catalog, opened.common
     checks = (
-        check_settings(kind, FORMATS[kind].weights(catalog).found, common),
+        check_settings(opened.location.kind, opened.format.weights(catalog).found, common),
         check_counters(files, catalog, common, opened.trust_pickle, conversion.weights_only),
     )
-    told = tuple(f"{one.where}: {one.message}" for check in checks for one in check.findings)
-    for line in told:
-        warnings.warn(f"{opened.location.path}: {line}; it is carried over as it is", stacklevel=3)
-    return told
+    lines = tuple(f"{one.where}: {one.message}" for check in checks for one in check.findings)
+    for line in lines:
+        warnings.warn(f"{opened.location.path}: {line}; it is copied unchanged", stacklevel=3)
+    return lines
 
 
 def _plan(writer: Writer[AnyOptions], opened: Opened, options: AnyOptions, ranks: Ranks) -> Conversion:
@@ -259,11 +274,12 @@ def _plan(writer: Writer[AnyOptions], opened: Opened, options: AnyOptions, ranks
 def _complete(place: Output, conversion: Conversion) -> Output:
     """The output with its small files."""
     beside = {**place.beside, **conversion.beside} if place.beside else {}
-    return replace(place, extra_files=conversion.extra_files, beside=beside, is_dcp=conversion.to != "hf")
+    is_dcp = conversion.to != "hf" and not conversion.copies_files
+    return replace(place, extra_files=conversion.extra_files, beside=beside, is_dcp=is_dcp)
 
 
 def prove_zeros(opened: Opened, conversion: Conversion) -> None:
-    """Rows that a smaller vocabulary leaves out must be zeros where nothing tells how many tokens are real."""
+    """Raise MappingError if rows that are left out hold values; for an unknown number of real tokens."""
     for tensor, box in conversion.must_be_zero:
         if read_box(opened.files, conversion.catalog, tensor, box).any():
             prove_payloads(opened.files, conversion.catalog, sorted({s.key for s in tensor.sources}), 1)
@@ -347,9 +363,10 @@ def prove_rounding(
             prove_payloads(files, catalog, sorted(keys), options.threads)
         return astuple(report), problems
 
-    told = ranks.together(compare)
-    refuse_masters(in_order(must_round, chain.from_iterable(problems for _, problems in told)), advice)
-    return sum_up(MastersReport(*report) for report, _ in told)
+    shares = ranks.together(compare)
+    problems = chain.from_iterable(problems for _, problems in shares)
+    refuse_masters(in_order(must_round, problems), advice)
+    return sum_up(MastersReport(*report) for report, _ in shares)
 
 
 def _report(
@@ -359,7 +376,7 @@ def _report(
     conversion: Conversion,
     masters: Masters,
     written: WriteReport | None,
-    told: tuple[str, ...],
+    contradictions: tuple[str, ...],
 ) -> ConversionReport:
     target = conversion.target
     return ConversionReport(
@@ -381,7 +398,7 @@ def _report(
         renamed=target.renamed,
         backfilled=target.backfilled,
         notes=target.notes,
-        warnings=told,
+        warnings=contradictions,
         job=None if conversion.job is None else conversion.job.as_json(),
         written=written,
         plan=plan_summary(conversion.plan),

@@ -1,6 +1,6 @@
 """`--iteration all`: all iterations of a run in turn, past those that are there already or cannot be converted.
 
-The newest may be one that its job is still writing: that is passed over and counts as unfinished, not as failed.
+The newest may be one that its job is still writing: it is skipped and counts as unfinished, not as failed.
 """
 
 from __future__ import annotations
@@ -123,6 +123,20 @@ def every_iteration(source: str) -> tuple[list[str], list[int]]:
     return [path_in(source, name) for name in whole], unfinished
 
 
+def last_iterations(source: str, count: int) -> list[str]:
+    """The folders of the last `count` finished iterations of a run's root, in their order.
+
+    Raises as `every_iteration`, and:
+        UsageError: there are fewer.
+    """
+    folders = [folder for folder in every_iteration(source)[0] if not folder.endswith(f"/{RELEASE}")]
+    if len(folders) < count:
+        raise UsageError(
+            f"--last {count}: {source} has only {len(folders)} finished iterations (`ls` lists them)"
+        )
+    return sorted(folders, key=lambda folder: int(folder.rpartition("_")[2]))[-count:]
+
+
 def is_being_written(source: str, number: int | None) -> bool:
     """Whether it is the newest of the run, and what is written last is not there: `.metadata` and the tracker."""
     with closing(open_files(source)) as files:
@@ -141,12 +155,12 @@ def is_being_written(source: str, number: int | None) -> bool:
             inside = files.list()
     except UnsupportedCheckpointError:  # a file of such a name: nobody writes into it
         return False
-    begun = any(one.endswith(".distcp") or one in (COMMON_FILE, METADATA_JSON) for one in inside)
-    return METADATA not in inside and (begun or not inside)
+    is_started = any(one.endswith(".distcp") or one in (COMMON_FILE, METADATA_JSON) for one in inside)
+    return METADATA not in inside and (is_started or not inside)
 
 
 def holds(source: str, output: str, number: int, kinds: tuple[CheckpointKind, ...]) -> bool:
-    """Whether the root `output` holds this iteration of `source`, of one of these kinds, or else of its own."""
+    """Whether the root `output` holds this iteration of `source`, of one of these kinds (none: of its own)."""
     try:
         return is_there(output, number, *(kinds or (locate(source, number).kind,)))
     except CkptError:

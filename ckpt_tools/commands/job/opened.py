@@ -11,7 +11,7 @@ from ckpt_tools.formats.locate.detect import Location, locate, refuse_metadata_j
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.storage.open_files import open_files
-from ckpt_tools.megatron.format import FORMATS
+from ckpt_tools.megatron.format import FORMATS, Format
 from ckpt_tools.megatron.run_state.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.run_state.record import read_record
 from ckpt_tools.model.catalog import Catalog
@@ -28,9 +28,14 @@ class Opened:
     common: CommonState
     trust_pickle: bool = False
 
+    @property
+    def format(self) -> Format:
+        """What its format answers."""
+        return FORMATS[self.location.kind]
+
     def roles(self) -> Mapping[str, Role]:
         """What every tensor is, by key."""
-        return FORMATS[self.location.kind].roles(self.catalog)
+        return self.format.roles(self.catalog)
 
     def __enter__(self) -> Opened:
         return self
@@ -50,8 +55,7 @@ def open_checkpoint(
     """The checkpoint that `path` means; `with_common=False` leaves its common state unread, and empty.
     `of_run` is that of `locate`.
 
-    Warns of what lies beside the tensors and is not read, and where the folder's number is not the iteration that the
-    common state tells.
+    Warns of files that are not read, and if the folder's number is not the iteration in the common state.
 
     Raises the errors of `locate`, `read_catalog` and `read_common_state`.
     """

@@ -15,7 +15,8 @@ from ckpt_tools.formats.locate.detect import TRACKER, Location
 from ckpt_tools.formats.storage.files import Files, path_in
 from ckpt_tools.formats.torch_archive.item_reader import read_small_file
 from ckpt_tools.formats.torch_archive.object_writer import dump_archive
-from ckpt_tools.megatron.run_state.bridge import BRIDGE_FILES, LATEST_TRAIN_STATE, TRAIN_STATE
+from ckpt_tools.megatron.format import FORMATS
+from ckpt_tools.megatron.run_state.common_state import BRIDGE_FILES, LATEST_TRAIN_STATE, TRAIN_STATE
 from ckpt_tools.megatron.run_state.record import RECORD_FILE, TargetRecord, record_bytes
 from ckpt_tools.model.target import TargetObject
 
@@ -29,10 +30,10 @@ def choose_output(
     """A run's root with `iter_%07d` and tracker, which a job finds by `--load`.
 
     An output that is itself named as an iteration is one directory, and that of a source whose folder tells no
-    iteration. Without `tracker` the root's tracker stays as it is.
+    iteration. Without `tracker` the root's tracker is not changed.
     """
     refuse_overlap(source, location, output)
-    is_run = location.kind in ("torch_dist", "fsdp_dtensor")
+    is_run = FORMATS[location.kind].is_run
     is_numbered = location.is_release or location.iteration is not None
     name = str(output_directory(output)).rstrip("/").rpartition("/")[2]
     if not is_root(source, location) and (not is_run or not is_numbered or _ITERATION.fullmatch(name)):
@@ -100,7 +101,7 @@ def place_parts(location: str) -> tuple[str, ...]:
 
 
 def read_bridge_files(files: Files) -> dict[str, bytes]:
-    """The files that Bridge keeps beside the tensors, as they are; none in a checkpoint of another program."""
+    """The files that Bridge keeps next to the tensors, unchanged; none in a checkpoint of another program."""
     return {name: read_small_file(files, name) for name in BRIDGE_FILES if files.exists(name)}
 
 
@@ -114,7 +115,7 @@ def trackers_of(small: Mapping[str, bytes]) -> dict[str, bytes]:
     return {LATEST_TRAIN_STATE: small[TRAIN_STATE]} if TRAIN_STATE in small else {}
 
 
-_PLAIN = (type(None), bool, int, float, str)  # a union would be made anew for each of a million fields
+_PLAIN = (type(None), bool, int, float, str)  # a union type would be built for each of a million fields
 
 
 def object_archives(objects: Iterable[TargetObject]) -> list[tuple[str, bytes]]:

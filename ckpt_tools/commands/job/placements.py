@@ -43,7 +43,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Number of target ranks, each with files of its own."""
+        """Number of target ranks, each with separate files."""
         return self.world if self.topology is None else self.topology.world_size
 
 
@@ -214,7 +214,7 @@ def target_model(built: FsdpTarget, common: CommonState) -> LiveModel:
 
 
 def _element_type(parameter: LiveParameter) -> str:
-    """Element type of the running model's parameter; that of what is stored where nothing tells it."""
+    """Element type of the running model's parameter; the stored one if that is unknown."""
     first = parameter.stored[0]
     return first.dtype or first.main.dtype
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.errors import UnsupportedCheckpointError, VerificationError, list_problems
-from ckpt_tools.execute.processes.team import Job, Result, Tick, can_fork, spread
+from ckpt_tools.execute.processes.team import Job, Result, Tick, can_fork, results_of, start_jobs
 from ckpt_tools.execute.proof.masters import compare_masters
 from ckpt_tools.execute.proof.prove_source import prove_payloads
 from ckpt_tools.execute.write_job import WriteOptions
@@ -28,13 +28,6 @@ if TYPE_CHECKING:
 
 _THREADS = 2  # of a process
 GO_ON_UNPROVEN = "--check-masters none continues without this check."
-
-A_KIND = {
-    "torch_dist": "already a torch_dist checkpoint",
-    "fsdp_dtensor": "already an fsdp_dtensor checkpoint",
-    "safetensors": "a Hugging Face model (use import-hf)",
-}
-"""What a source is that a converter refuses, by kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +101,9 @@ def shared_by(workers: int | None) -> Share:
             tick(0)  # another process may have failed
             return work(job)
 
-        return spread(one, jobs, sizes=sizes, threads=_THREADS, workers=workers, tick=lambda _: None)
+        return results_of(
+            start_jobs(one, jobs, sizes=sizes, threads=_THREADS, workers=workers, tick=lambda _: None)
+        )
 
     return share
 
@@ -167,20 +162,19 @@ READ: Mapping[str, Callable[[Opened, Wanted], Model]] = {
 
 def need_torch_dist(opened: Opened) -> None:
     """Raise UnsupportedCheckpointError if the checkpoint is of another kind."""
-    found = opened.location.kind
-    if found != "torch_dist":
+    if opened.location.kind != "torch_dist":
         raise UnsupportedCheckpointError(
-            f"{opened.location.path} is {A_KIND.get(found, found)}, not a torch_dist checkpoint"
+            f"{opened.location.path} is {opened.format.described}, not a torch_dist checkpoint"
         )
 
 
 def keeps_masters(model: Model) -> bool:
-    """Whether what stands in the place of some weights are their fp32 masters."""
+    """Whether fp32 masters are stored in the place of some weights."""
     return any(map(is_master, model.parameters))
 
 
 def is_master(parameter: Parameter) -> bool:
-    """Whether what stands in the place of a parameter's weight is its fp32 master."""
+    """Whether a parameter's fp32 master is stored in the place of its weight."""
     return parameter.weight.dtype == "float32" != parameter.dtype
 
 

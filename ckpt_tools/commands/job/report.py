@@ -16,7 +16,7 @@ SCHEMA_VERSION = 2
 MastersUse: TypeAlias = Literal["written", "as_stored", "merged", "left_out", "none"]
 """What becomes of a source's fp32 masters.
 
-They are written; or taken over from a format that keeps them in the place of weights, so that there is nothing to
+They are written; or copied from a format that keeps them in the place of weights, so that there is nothing to
 compare them with; or merged: an adapter was added to them, and what is written is made of the sums; or left out, and
 the stored weights are written; or the source has none.
 """

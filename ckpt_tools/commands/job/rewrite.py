@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ckpt_tools.commands.job.conversion import (
@@ -17,6 +18,8 @@ from ckpt_tools.commands.job.conversion import (
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.placements import stored_chunks
 from ckpt_tools.commands.job.report import ConversionReport, Edits, MastersUse
+from ckpt_tools.execute.run import Output
+from ckpt_tools.formats.locate.detect import Location
 from ckpt_tools.formats.torch_archive.item_reader import read_small_file
 from ckpt_tools.megatron.keys import is_optimizer_key
 from ckpt_tools.megatron.run_state.record import RECORD_FILE
@@ -33,9 +36,16 @@ def edit(
     plan: Callable[[Opened], Conversion],
     options: EditOptions,
     progress: Progress | None,
+    *,
+    opened: Opened | None = None,
+    place: Callable[[str, Location, str, EditOptions], Output] = like_to_like,
 ) -> ConversionReport:
-    """Carry out what `plan` makes of the checkpoint at `source`."""
-    writer = Writer(open_source, like_to_like, lambda opened, _options, _world: plan(opened))
+    """Carry out what `plan` makes of the checkpoint at `source`, or of `opened`, which its caller closes."""
+
+    def opening(source: str, options: EditOptions) -> AbstractContextManager[Opened]:
+        return open_source(source, options) if opened is None else nullcontext(opened)
+
+    writer = Writer(opening, place, lambda opened, _options, _world: plan(opened))
     return convert(source, output, writer, options, progress, options.dry_run)
 
 
@@ -83,8 +93,8 @@ def _shown(tensor: TargetTensor) -> str | None:
 
 
 def use_of_masters(opened: Opened, otherwise: MastersUse) -> MastersUse:
-    """What becomes of masters: those of `fsdp_dtensor` stand in the place of weights, of others it is `otherwise`."""
+    """What becomes of masters: `otherwise` unless its format keeps them in the place of weights."""
     catalog = opened.catalog
     if not any(map(is_optimizer_key, (*catalog.tensors, *catalog.objects))):
         return "none"
-    return "as_stored" if opened.location.kind == "fsdp_dtensor" else otherwise
+    return "as_stored" if opened.format.masters_in_place else otherwise

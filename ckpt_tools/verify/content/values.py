@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from ckpt_tools.execute.move.read_box import BoxReader
-from ckpt_tools.execute.processes.team import Reads, Tick, spread
+from ckpt_tools.execute.processes.team import Reads, Tick, results_of, start_jobs
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.storage.prefetch import Range
 from ckpt_tools.model.box import Box, full_box
@@ -442,15 +442,11 @@ def measured(
             readers.append(BoxReader(place.files, place.catalog))
             stack.callback(readers[-1].close)
         parts = parts_of(tensors[0])
-        of_parts = spread(
-            measure,
-            parts,
-            sizes=bytes_of(parts, *tensors),
-            threads=threads,
-            workers=workers,
-            tick=tick,
-            reads=part_reads(*zip(readers, tensors, strict=True)),
+        sizes, reads = bytes_of(parts, *tensors), part_reads(*zip(readers, tensors, strict=True))
+        started = start_jobs(
+            measure, parts, sizes=sizes, threads=threads, workers=workers, tick=tick, reads=reads
         )
+        of_parts = results_of(started)
     whole = [new() for _ in tensors[0]]
     for part, sums in zip(parts, of_parts, strict=True):
         whole[part.number].join(sums)
