@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 
 import numpy as np
 import pytest
@@ -82,6 +81,15 @@ def save(folder, config, tensors):
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def changed(folder, target, **changes):
+    """A copy of a model whose tensors are others, or gone."""
+    shutil.copytree(folder, target, copy_function=shutil.copyfile)
+    tensors = load_file(folder / "model.safetensors") | changes
+    kept = {key: tensor for key, tensor in tensors.items() if tensor is not None}
+    save_file(kept, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
 def as_one_tensor(tensors):
     """The experts as transformers 5 holds them."""
     fused = {key: array for key, array in tensors.items() if ".experts." not in key}
@@ -118,35 +126,21 @@ def test_experts_one_by_one_are_those_of_one_tensor(tmp_path, capsys):
 
 
 def test_a_tied_head_that_is_stored_nevertheless(cases, tmp_path, capsys):
-    """It follows from the embedding, and is looked at: one changed bit is a difference."""
-    model = tmp_path / "model"
-    shutil.copytree(cases / "hf_qwen3", model)
-    for path in model.iterdir():
-        path.chmod(0o644)
+    """It follows from the embedding, and is looked at: one changed element is a difference."""
+    source, head = cases / "hf_qwen3", "lm_head.weight"
+    tied = load_file(source / "model.safetensors")["model.embed_tokens.weight"].clone()
+    model = changed(source, tmp_path / "model", **{head: tied})
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    path = model / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    (length,) = struct.unpack_from("<Q", data)
-    header = json.loads(data[8 : 8 + length])
-    head, embedding = (
-        slice(*(8 + length + at for at in header[key]["data_offsets"]))
-        for key in ("lm_head.weight", "model.embed_tokens.weight")
-    )
-    data[head] = data[embedding]
-    path.write_bytes(data)
     assert run(["import-hf", str(model), str(tmp_path / "out"), "-q", "--to", "torch_dist"]) == 0
     code, report = diff(model, tmp_path / "out", capsys)
     assert (code, report["equal"]) == (0, True)
-    assert "lm_head.weight" not in {t["key"] for t in report["tensors"]}
-    assert any(note.startswith("lm_head.weight: the same values as model.embed") for note in report["notes"])
-    data[head.start] ^= 1
-    path.write_bytes(data)
-    code, report = diff(model, tmp_path / "out", capsys)
+    assert head not in {t["key"] for t in report["tensors"]}
+    assert any(note.startswith(f"{head}: the same values as model.embed") for note in report["notes"])
+    tied.view(torch.uint8)[0, 0] ^= 1
+    code, report = diff(changed(model, tmp_path / "other", **{head: tied}), tmp_path / "out", capsys)
     assert code == 1
-    assert [(t["key"], t["kind"]) for t in report["tensors"] if t["kind"] != "equal"] == [
-        ("lm_head.weight", "only in A")
-    ]
+    assert [(t["key"], t["kind"]) for t in report["tensors"] if t["kind"] != "equal"] == [(head, "only in A")]
 
 
 def test_one_bit_is_named_under_its_hugging_face_name(tmp_path, capsys):
@@ -163,28 +157,17 @@ def test_one_bit_is_named_under_its_hugging_face_name(tmp_path, capsys):
 
 
 def test_swapped_and_missing_tensors_of_the_model(tmp_path, capsys):
-    hf = export(LLAMA, tmp_path / "hf")
-    path = hf / "model.safetensors"
-    data = path.read_bytes()
-    (length,) = struct.unpack_from("<Q", data)
-    header = json.loads(data[8 : 8 + length])
+    hf, norm = export(LLAMA, tmp_path / "hf"), "model.norm.weight"
+    tensors = load_file(hf / "model.safetensors")
     a, b = (f"model.layers.{layer}.mlp.down_proj.weight" for layer in (0, 1))
-    header[a], header[b] = header[b], header[a]
-    _write(path, header, data[8 + length :])
-    code, report = diff(hf, fixture_dir(LLAMA), capsys)
+    swapped = changed(hf, tmp_path / "swapped", **{a: tensors[b], b: tensors[a]})
+    code, report = diff(swapped, fixture_dir(LLAMA), capsys)
     assert code == 1
     assert {t["key"] for t in report["tensors"] if t["kind"] == "values"} == {a, b}
-    header[a], header[b] = header[b], header[a]
-    header["extra.weight"] = header.pop("model.norm.weight")
-    _write(path, header, data[8 + length :])
-    assert run(["diff", str(hf), str(fixture_dir(LLAMA))]) in (1, 5)
+    renamed = changed(hf, tmp_path / "renamed", **{norm: None, "extra.weight": tensors[norm]})
+    assert run(["diff", str(renamed), str(fixture_dir(LLAMA))]) in (1, 5)
     said = "".join(capsys.readouterr())
-    assert "extra.weight" in said or "model.norm.weight" in said
-
-
-def _write(path, header, payload):
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + payload)
+    assert "extra.weight" in said or norm in said
 
 
 def test_fp32_masters_against_a_half_precision_model(cases, tmp_path, capsys):
@@ -217,15 +200,6 @@ def test_names_of_export_need_a_model_and_a_checkpoint(tmp_path, capsys):
         assert run(["diff", *map(str, pair), "--by", "huggingface"]) == 2
         assert "--by huggingface" in capsys.readouterr().err
     assert diff(hf, tmp_path / "again", capsys)[0] == 0
-
-
-def changed(folder, target, **changes):
-    """A copy of a model whose tensors are others, or gone."""
-    shutil.copytree(folder, target)
-    tensors = load_file(folder / "model.safetensors") | changes
-    kept = {key: tensor for key, tensor in tensors.items() if tensor is not None}
-    save_file(kept, target / "model.safetensors", metadata={"format": "pt"})
-    return target
 
 
 @pytest.mark.parametrize("to", [None, "fsdp_dtensor", "dcp"])

@@ -76,26 +76,17 @@ def test_a_hugging_face_folder_is_compared_with_a_wrapped_model(tmp_path, capsys
     assert code == 0 and [one["kind"] for one in report["tensors"]] == ["equal"] * len(llama())
 
 
-def _resized(model: Tensors) -> Tensors:
-    return model | {"lm_head.weight": torch.zeros(28, 8)}
-
-
 def _without_head(model: Tensors) -> Tensors:
     return {name: tensor for name, tensor in model.items() if name != "lm_head.weight"}
 
 
+HEAD = {"lm_head.weight": torch.zeros(24, 8)}
 UNPROVEN: dict[str, tuple[Make, Make]] = {
     "two prefixes": (in_front("actor."), in_front("critic.")),
-    "another shape": (lambda m: m, lambda m: in_front("module.")(_resized(m))),
+    "another shape": (lambda m: m, lambda m: in_front("module.")(m | {"lm_head.weight": torch.zeros(28, 8)})),
     "one is missing": (lambda m: m, lambda m: in_front("module.")(_without_head(m))),
-    "one without it": (
-        lambda m: m,
-        lambda m: in_front("module.")(m) | {"lm_head.weight": torch.zeros(24, 8)},
-    ),
-    "one name twice": (
-        lambda m: m,
-        lambda m: in_front("_orig_mod.")(m) | {"lm_head.weight": torch.zeros(24, 8)},
-    ),
+    "one without it": (lambda m: m, lambda m: in_front("module.")(m) | HEAD),
+    "one name twice": (lambda m: m, lambda m: in_front("_orig_mod.")(m) | HEAD),
 }
 
 

@@ -46,7 +46,7 @@ NATIVE, LLAMA = "core019_llama_tp2_native_fsdp_dtensor", "core019_llama_tp2_full
 FLOATING = [name for name in ITEMSIZE if name.startswith(("float", "bfloat", "complex"))]
 
 
-@pytest.mark.parametrize("dtype", FLOATING)
+@pytest.mark.parametrize("dtype", [name for name in FLOATING if ITEMSIZE[name] > 1])
 @given(data=st.data())
 def test_census_counts_what_torch_calls_nan_and_infinite(dtype, data):
     width = ITEMSIZE[dtype]
@@ -55,8 +55,6 @@ def test_census_counts_what_torch_calls_nan_and_infinite(dtype, data):
     raw = raw[: len(raw) // width * width]
     tensor = torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype))
     parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    if width == 1:  # torch has isnan of 8-bit floats only by way of wider ones
-        parts = parts.to(torch.float32)
     census = Census()
     census.add(np.frombuffer(raw, np.uint8), dtype)
     found = (census.elements, census.nans, census.infinities)

@@ -17,9 +17,7 @@ from safetensors.numpy import save_file
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
-from ckpt_tools.commands.huggingface.tensors import (
-    without_frequencies,
-)
+from ckpt_tools.commands.huggingface.tensors import without_frequencies
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.formats.storage.files import LocalFiles
 from ckpt_tools.megatron.huggingface.families.identify import NUMBER
@@ -70,9 +68,8 @@ def test_a_settings_file_that_cannot_be_read_is_an_error(
 ) -> None:
     (model / name).write_text(text, errors="surrogateescape")
     found = errors(model)
-    assert (
-        found.startswith(f"error model {name}: ") and told in found and run(["verify", str(model), "-q"]) == 1
-    )
+    assert found.startswith(f"error model {name}: ") and told in found
+    assert run(["verify", str(model), "-q"]) == 1
 
 
 def test_an_empty_config_and_none_are_findings(model: Path) -> None:
@@ -231,9 +228,9 @@ def test_what_is_compared(
 @pytest.mark.parametrize("config", [LLAMA, QWEN3_MOE], ids=lambda c: c["model_type"])
 def test_names_of_a_model_without_its_head(config: dict[str, Any], tmp_path: Path) -> None:
     """As `AutoModel` saves it: no first segment, and no head."""
-    bare = {
-        key.removeprefix("model."): one for key, one in directory(config).items() if key != "lm_head.weight"
-    }
+    tensors = dict(directory(config))
+    del tensors["lm_head.weight"]
+    bare = {key.removeprefix("model."): tensor for key, tensor in tensors.items()}
     folder = save(tmp_path / "hf", {**config, "architectures": ["SomeModel"]}, bare)
     assert names(folder) == []
     assert [one.where for one in names(folder, **{"norm.weight": None})] == ["norm.weight"]
@@ -243,21 +240,24 @@ def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:1000])
 
 
+def cut_data(folder: Path) -> None:
+    cut(folder / "iter_0000020" / "__0_0.distcp")
+
+
+def zarr(folder: Path) -> None:
+    (folder / "iter_0000020" / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+
+
 @pytest.mark.parametrize(
     ("harm", "errors"),
     [
         (lambda folder: None, 0),
-        (lambda folder: cut(folder / "iter_0000020" / "__0_0.distcp"), 1),
+        (cut_data, 1),
         (lambda folder: (folder / "iter_0000020" / ".metadata").unlink(), 1),
         (lambda folder: (folder / "latest_checkpointed_iteration.txt").write_text("30"), 1),
         (lambda folder: (folder / "latest_checkpointed_iteration.txt").write_text("?"), 1),
         (lambda folder: cut(folder / "model.safetensors"), 1),
-        (
-            lambda folder: (folder / "iter_0000020" / "metadata.json").write_text(
-                '{"sharded_backend": "zarr"}'
-            ),
-            0,
-        ),
+        (zarr, 0),
     ],
 )
 @pytest.mark.parametrize("content", [False, True])

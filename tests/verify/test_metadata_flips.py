@@ -14,8 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckpt_tools.commands.check.verify import verify_checkpoint
 from ckpt_tools.errors import CkptError
-from tests.conftest import fixture_dir
-from tests.damage import ITERATION, copy_of, metadata_of
+from tests.damage import ITERATION, copy_of, errors_of, metadata_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
@@ -59,35 +58,39 @@ def is_valid(folder):
         return False
 
 
-def copy_of_any(name, tmp_path):
-    if name == "tf2_dcp":
-        import shutil
-
-        shutil.copytree(fixture_dir(name) / ITERATION, tmp_path / ITERATION)
-        for path in (tmp_path / ITERATION).rglob("*"):
-            path.chmod(0o644)
-        return tmp_path / ITERATION
+def copied(name, tmp_path):
+    """The folder of a writable copy that holds `.metadata`."""
     root = copy_of(name, tmp_path)
-    return root / "checkpoint" if name == WITH_PLANS else root / ITERATION
+    return root / ("checkpoint" if name == WITH_PLANS else ITERATION)
+
+
+def refused(folder, variants):
+    """How many other contents of `.metadata` are not valid; what stock torch cannot load must be among them."""
+    path, good, count = folder / ".metadata", stock_load(folder), 0
+    data = path.read_bytes()
+    assert is_valid(folder)
+    for at, value in variants:
+        damaged = bytearray(data)
+        damaged[at] = value
+        path.write_bytes(damaged)
+        if is_valid(folder):
+            assert complaint_of_stock(folder, good) is None, (at, value)
+        else:
+            count += 1
+    return count
+
+
+def flips(data, positions):
+    """(place, byte with one bit flipped) for each (place, bit)."""
+    return [(at, data[at] ^ 1 << bit) for at, bit in positions]
 
 
 @pytest.mark.parametrize("name", [LLAMA, NATIVE, MOE, "tf2_dcp", WITH_PLANS])
 def test_what_stock_torch_cannot_load_is_not_valid(name, tmp_path):
-    folder = copy_of_any(name, tmp_path)
-    path = folder / ".metadata"
-    data, good, refused = path.read_bytes(), stock_load(folder), 0
-    assert is_valid(folder)
-    bits = random.Random(name)
-    for _ in range(FLIPS):
-        at = bits.randrange(8 * len(data))
-        damaged = bytearray(data)
-        damaged[at // 8] ^= 1 << at % 8
-        path.write_bytes(damaged)
-        if is_valid(folder):
-            assert complaint_of_stock(folder, good) is None, f"bit {at % 8} of byte {at // 8}"
-        else:
-            refused += 1
-    assert refused > FLIPS / 2
+    folder, bits = copied(name, tmp_path), random.Random(name)
+    data = (folder / ".metadata").read_bytes()
+    drawn = (divmod(bits.randrange(8 * len(data)), 8) for _ in range(FLIPS))
+    assert refused(folder, flips(data, drawn)) > FLIPS / 2
 
 
 # Single flips that were once taken for sound: what stands there, which byte of it, and which bit.
@@ -104,7 +107,7 @@ WRONG = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_flips_that_were_laundered(what, tmp_path):
-    folder = copy_of_any(NATIVE, tmp_path)
+    folder = copied(NATIVE, tmp_path)
     path = folder / ".metadata"
     data = bytearray(path.read_bytes())
     pattern, byte, bit = WRONG[what]
@@ -115,43 +118,24 @@ def test_flips_that_were_laundered(what, tmp_path):
 
 def test_properties_and_sizes_of_other_things(tmp_path):
     """Every fetch in the records of a tensor, replaced by a fetch of each other value that is at hand."""
-    folder = copy_of_any(LLAMA, tmp_path)
-    path = folder / ".metadata"
-    data, good, refused = path.read_bytes(), stock_load(folder), 0
+    folder = copied(LLAMA, tmp_path)
+    data = (folder / ".metadata").read_bytes()
     first = data.index(b"TensorStorageMetadata")
     fetches = [at for at in range(first, first + 900) if data[at] == 0x68]
     choices = random.Random(5)
-    for at in choices.sample(fetches, min(len(fetches), 24)):
-        for other in choices.sample(range(0x24), 4):
-            damaged = bytearray(data)
-            damaged[at + 1] = other
-            path.write_bytes(damaged)
-            if is_valid(folder):
-                assert complaint_of_stock(folder, good) is None, (at, other)
-            else:
-                refused += 1
-    assert refused > 30
+    drawn = choices.sample(fetches, min(len(fetches), 24))
+    assert refused(folder, [(at + 1, other) for at in drawn for other in choices.sample(range(0x24), 4)]) > 30
 
 
 def test_save_plans_are_made_as_torch_makes_them(tmp_path):
     """Fetches of write items replaced by fetches of other values: most of them make something else."""
-    folder = copy_of_any(WITH_PLANS, tmp_path)
-    path = folder / ".metadata"
-    data, good, refused = path.read_bytes(), stock_load(folder), 0
-    first = data.index(b"WriteItemType")
-    fetches = [
-        at for at in range(first, len(data) - 3) if data[at] == 0x6A and data[at + 3 : at + 5] == b"\0\0"
-    ]
+    folder = copied(WITH_PLANS, tmp_path)
+    data = (folder / ".metadata").read_bytes()
+    places = range(data.index(b"WriteItemType"), len(data) - 3)
+    fetches = [at for at in places if data[at] == 0x6A and data[at + 3 : at + 5] == b"\0\0"]
     choices = random.Random(3)
-    for at in choices.sample(fetches, 12):
-        damaged = bytearray(data)
-        damaged[at + 1] ^= 1 << choices.randrange(8)
-        path.write_bytes(damaged)
-        if is_valid(folder):
-            assert complaint_of_stock(folder, good) is None, at
-        else:
-            refused += 1
-    assert refused > 3
+    drawn = [(at + 1, choices.randrange(8)) for at in choices.sample(fetches, 12)]
+    assert refused(folder, flips(data, drawn)) > 3
 
 
 @pytest.mark.parametrize("change", ["renamed", "another path", "left out", "one too many"])
@@ -169,10 +153,9 @@ def test_planner_data_fits_the_keys(change, tmp_path):
             path = paths.pop(key)
             if change == "renamed":
                 paths["model.module.decoder.final_layernorm.weighT"] = path
-    report = verify_checkpoint(str(root))
-    errors = [f for f in report.findings if f.severity == "error"]
-    assert {f.check for f in errors} == {"planner"}
-    assert all(f.where in (key, key[:-1] + "T", "absent") for f in errors)
+    errors = errors_of(root)
+    assert {check for check, _, _ in errors} == {"planner"}
+    assert all(where in (key, key[:-1] + "T", "absent") for _, where, _ in errors)
 
 
 def test_shapes_before_flattening_have_as_many_elements(tmp_path):

@@ -17,7 +17,7 @@ from math import prod
 from typing import Any, Generic
 
 from ckpt_tools.close_names import unmatched_lines
-from ckpt_tools.commands.check.sides import HUGGINGFACE, DiffRequest, under_one_naming
+from ckpt_tools.commands.check.sides import HUGGINGFACE, KEYS, PARAMETERS, DiffRequest, under_one_naming
 from ckpt_tools.commands.huggingface.folder import CONFIG, read_config
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
 from ckpt_tools.commands.job.read_model import READ, Wanted, read_model
@@ -35,10 +35,8 @@ from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.model.views import Source
 from ckpt_tools.plain_data import plain
 from ckpt_tools.verify.compare.differences import DiffOptions, Side
-from ckpt_tools.verify.content.values import AnySums, Change, Place, Statistics, measured
+from ckpt_tools.verify.content.values import AnySums, Change, Statistics, measured
 from ckpt_tools.verify.report import Meter
-
-KEYS, PARAMETERS = "keys", "parameters"
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +297,7 @@ def checkpoint_statistics(
         chosen = _chosen(named.tensors, options)
         found = measured(
             lambda: Statistics(options.histogram),
-            (Place(opened.files, named.catalog), [t.tensor for t in chosen]),
+            (opened.files, named.catalog, [t.tensor for t in chosen]),
             threads=options.threads,
             workers=options.workers,
             tick=_meter(progress, chosen),
@@ -347,8 +345,8 @@ def checkpoint_change(
             )
         found = measured(
             Change,
-            (Place(first.files, sides[0].catalog), [x.tensor for x, _ in same_shape]),
-            (Place(second.files, sides[1].catalog), [y.tensor for _, y in same_shape]),
+            (first.files, sides[0].catalog, [x.tensor for x, _ in same_shape]),
+            (second.files, sides[1].catalog, [y.tensor for _, y in same_shape]),
             threads=options.threads,
             workers=options.workers,
             tick=_meter(progress, [t for pair in same_shape for t in pair]),

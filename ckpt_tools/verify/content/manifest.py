@@ -60,34 +60,21 @@ def make_manifest(
 ) -> dict[str, Any]:
     """The manifest of a checkpoint as plain data."""
     names = {item.file for _, item in all_items(catalog)} | {n for n in SMALL_FILES if files.exists(n)}
-    names |= {
-        name for name in files.list() if PurePosixPath(name).suffix in DATA_SUFFIXES
-    }  # of other saves too
+    names |= {n for n in files.list() if PurePosixPath(n).suffix in DATA_SUFFIXES}  # of other saves too
     ordered, entries = sorted(names), list(catalog.tensors.values())
-    rows = results_of(
-        start_jobs(
-            lambda name, told: file_row(files, name, told),
-            ordered,
-            sizes=[readable_size(files, name) for name in ordered],
-            threads=threads,
-            workers=workers,
-            tick=tick,
-        )
-    )
-    digests = dict(zip(ordered, rows, strict=True))
-    tensors = results_of(
-        start_jobs(
-            lambda entry, told: _tensor(files, catalog, entry, told),
-            entries,
-            sizes=[entry.nbytes for entry in entries],
-            threads=threads,
-            workers=workers,
-            tick=tick,
-        )
-    )
+
+    def rows(
+        row: Callable[[Any, Tick], dict[str, Any]], things: list[Any], sizes: list[int]
+    ) -> list[dict[str, Any]]:
+        return results_of(start_jobs(row, things, sizes=sizes, threads=threads, workers=workers, tick=tick))
+
+    sizes = [readable_size(files, name) for name in ordered]
+    digests = rows(lambda name, count: file_row(files, name, count), ordered, sizes)
+    sizes = [entry.nbytes for entry in entries]
+    tensors = rows(lambda entry, count: _tensor_row(files, catalog, entry, count), entries, sizes)
     return {
         "schema_version": SCHEMA,
-        "files": digests,
+        "files": dict(zip(ordered, digests, strict=True)),
         "tensors": {entry.key: row for entry, row in zip(entries, tensors, strict=True)},
     }
 
@@ -123,28 +110,22 @@ def _is_manifest(stored: object) -> bool:
     )
 
 
-def tensor_digest(reader: BoxReader, entry: TensorEntry, tick: Tick = lambda _: None) -> str:
-    """SHA-256 of a stored tensor's row-major bytes, in hex."""
-    read = reader.tensor(TargetTensor(entry.key, entry.dtype, entry.shape, (Source(entry.key),)))
-    digest = hashlib.sha256()
-    for tile in row_major_tiles(full_box(entry.shape), max(1, _TILE_BYTES // itemsize(entry.dtype))):
-        if tile.is_empty:
-            continue
-        array = read(tile)
-        digest.update(array.reshape(-1).view("u1").data)
-        tick(array.nbytes)
-    return digest.hexdigest()
-
-
-def _tensor(files: Files, catalog: Catalog, entry: TensorEntry, tick: Tick) -> dict[str, Any]:
-    reader = BoxReader(files, catalog)
+def _tensor_row(files: Files, catalog: Catalog, entry: TensorEntry, tick: Tick) -> dict[str, Any]:
+    """A tensor's row of a manifest; one that cannot be read has no digest but why."""
+    digest, reader = hashlib.sha256(), BoxReader(files, catalog)
     try:
-        digest = tensor_digest(reader, entry, tick)
+        read = reader.tensor(TargetTensor(entry.key, entry.dtype, entry.shape, (Source(entry.key),)))
+        for tile in row_major_tiles(full_box(entry.shape), max(1, _TILE_BYTES // itemsize(entry.dtype))):
+            if not tile.is_empty:
+                array = read(tile)
+                digest.update(array.reshape(-1).view("u1").data)
+                tick(array.nbytes)
+        sha256 = digest.hexdigest()
     except CkptError as error:
-        digest = f"unreadable: {error}"
+        sha256 = f"unreadable: {error}"
     finally:
         reader.close()
-    return {"dtype": entry.dtype, "shape": list(entry.shape), "sha256": digest}
+    return {"dtype": entry.dtype, "shape": list(entry.shape), "sha256": sha256}
 
 
 def file_row(files: Files, name: str, tick: Tick = lambda _: None) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class Census:
         base = _COMPLEX.get(dtype, dtype)
         if base in _IEEE:
             exponent, mantissa = _IEEE[base]
-            flat = bits.reshape(-1).view(f"u{_width(base)}")
+            flat = bits.reshape(-1).view(f"u{itemsize(base)}")
             if not _have_finite_bits(flat, exponent):
                 suspects = flat[flat & flat.dtype.type(exponent) == exponent]
                 nans = int(np.count_nonzero(suspects & suspects.dtype.type(mantissa)))
@@ -115,10 +115,6 @@ def _count(chosen: Array | None, values: Array, times: Array | None) -> int:
     if times is None:
         return len(values) if chosen is None else int(np.count_nonzero(chosen))
     return int((times if chosen is None else times[chosen]).sum())
-
-
-def _width(dtype: str) -> int:
-    return {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e5m2": 1}[dtype]
 
 
 class Statistics:
@@ -403,19 +399,12 @@ def bytes_of(parts: Sequence[Part], *places: Sequence[Shaped]) -> list[int]:
     return [sum(part.box.volume * itemsize(place[part.number].dtype) for place in places) for part in parts]
 
 
-class Place(NamedTuple):
-    """Where tensors are read from."""
-
-    files: Files
-    catalog: Catalog
-
-
 AnySums = TypeVar("AnySums", Statistics, Change)
 
 
 def measured(
     new: Callable[[], AnySums],
-    *sides: tuple[Place, Sequence[TargetTensor]],
+    *sides: tuple[Files, Catalog, Sequence[TargetTensor]],
     threads: int = 2,
     workers: int | None = None,
     tick: Tick = lambda _: None,
@@ -424,7 +413,7 @@ def measured(
 
     Both tensors of a pair have one shape. `tick` gets the bytes read.
     """
-    tensors = [side[1] for side in sides]
+    tensors = [of_side for _, _, of_side in sides]
     readers = list[BoxReader]()
 
     def measure(part: Part, count: Tick) -> AnySums:
@@ -438,8 +427,8 @@ def measured(
         return sums
 
     with ExitStack() as stack:
-        for place, _ in sides:
-            readers.append(BoxReader(place.files, place.catalog))
+        for files, catalog, _ in sides:
+            readers.append(BoxReader(files, catalog))
             stack.callback(readers[-1].close)
         parts = parts_of(tensors[0])
         sizes, reads = bytes_of(parts, *tensors), part_reads(*zip(readers, tensors, strict=True))

@@ -114,23 +114,14 @@ class Facts:
         return found if isinstance(found, int) and found > 0 else 1
 
     @property
-    def is_warm_start(self) -> bool:
-        """Whether the job takes nothing but the weights, whatever else it says."""
-        return self.on("finetune")
-
-    @property
-    def has_states(self) -> bool:
-        return bool(self.states)
-
-    @property
     def begins(self) -> bool:
         """Whether the checkpoint's optimizer has not begun: it was made for a warm start."""
-        return self.has_states and self.schedule.get("num_steps") == 0
+        return bool(self.states) and self.schedule.get("num_steps") == 0
 
     def loads(self, what: str) -> bool:
-        """Whether the job asks for `optim` or `rng` entries."""
+        """Whether the job asks for `optim` or `rng` entries: not with `finetune`, whatever else it says."""
         wanted = self.job.get(f"load_{what}", True)
-        return bool(wanted) and not self.on(f"no_load_{what}") and not self.is_warm_start
+        return bool(wanted) and not self.on(f"no_load_{what}") and not self.on("finetune")
 
 
 class Rule(NamedTuple):

@@ -305,7 +305,7 @@ _STATE_KINDS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
 def _architecture(f: Facts) -> str | None:
-    if f.is_warm_start:
+    if f.on("finetune"):
         return None
     names = _COMPARED_ARGS + (_WITH_VOCAB_FILE if f.value("vocab_file") else ())
     pairs = {name: (f.value(name), f.args.get(name)) for name in names}
@@ -414,7 +414,7 @@ def _warm_start(f: Facts) -> str | None:
     has_masters = f.on("bf16") or f.on("fp16")
     if f.loads("optim") or not has_masters or _is_version_2(f) or f.on("optimizer_cpu_offload"):
         return None
-    return f"{'finetune' if f.is_warm_start else 'no_load_optim'} is on"
+    return f"{'finetune' if f.on('finetune') else 'no_load_optim'} is on"
 
 
 def _schedule(f: Facts) -> str | None:
