@@ -411,7 +411,7 @@ def test_other_shapes_and_types_are_named(tmp_path: Path) -> None:
 
 def test_what_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     root = copy_of(RUN, tmp_path)
-    with pytest.raises(UsageError, match="of one kind"):
+    with pytest.raises(UsageError, match="the same format"):
         averaged([root, fixture_dir(FSDP)], tmp_path / "out")
     with pytest.raises(UsageError, match="overlap"):
         averaged([root, DATA / RUN], root / "mean")

@@ -277,7 +277,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     text = refusal(["export-hf", made, out, "--hf-config", other], 5, capsys)
     assert "this one has model_type 'llava'" in text
     text = refusal(["export-hf", made, out, "--hf-config", source, "--quantize", "fp8-block"], 2, capsys)
-    assert "a vision-language model is written as it is stored only" in text
+    assert "a vision-language model is written unquantized only" in text
     config = config_of(source)
     config["text_config"]["rope_scaling"] = {**MROPE, "mrope_section": [3, 1, 1]}
     turned = save(tmp_path / "turned", config, {})

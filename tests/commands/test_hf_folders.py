@@ -32,7 +32,7 @@ def test_adapters_are_named_with_the_way_out(cases: Path, tmp_path: Path) -> Non
     with pytest.raises(MappingError) as caught:
         import_hf(cases / "peft_names", tmp_path / "out")
     text = str(caught.value)
-    assert text.startswith("12 tensors belong to an adapter (LoRA and its kin)")
+    assert text.startswith("12 tensors belong to an adapter (LoRA or similar)")
     assert "merge_and_unload" in text and text.count("\n") == 4
     assert not (tmp_path / "out").exists()
 
@@ -209,7 +209,7 @@ def test_tokenizers_of_every_kind_are_carried_and_what_is_not_is_said(cases: Pat
     assert made == {*CARRIED, "config.json", "model.safetensors"}
     for name in CARRIED:
         assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
-    assert f"not taken over from --hf-config: {', '.join(sorted(LEFT)[:8])}" in report.notes
+    assert f"not copied from --hf-config: {', '.join(sorted(LEFT)[:8])}" in report.notes
     assert not any("no tokenizer" in note for note in report.notes)
 
 
@@ -246,7 +246,7 @@ def test_code_goes_along_where_something_names_it(
     report = export_hf(tmp_path / "run", tmp_path / "back", ExportOptions(hf_config=str(source)))
     code = {path.name for path in (tmp_path / "back").glob("*.py")}
     assert code == ({"modeling_own.py", "tokenization_own.py"} if names_code else set())
-    said = [note for note in report.notes if "not taken over" in note]
+    said = [note for note in report.notes if "not copied" in note]
     assert len(said) == (names_code is None)
 
 
@@ -264,7 +264,7 @@ def test_a_model_without_a_tokenizer_says_which_way_out_there_is(cases: Path, tm
     source = with_files(cases, tmp_path / "hf", ["LICENSE"])
     import_hf(source, tmp_path / "run")
     notes = export_hf(tmp_path / "run", tmp_path / "a").notes
-    assert "no tokenizer was written; pass --hf-config DIR to take one over" in notes
+    assert "no tokenizer was written; pass --hf-config DIR to copy one" in notes
     reference = ExportOptions(hf_config=str(source))
     assert (
         "no tokenizer was written; --hf-config has none"

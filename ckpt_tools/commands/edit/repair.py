@@ -106,7 +106,7 @@ def _plan(opened: Opened, made: MendedKeys) -> Conversion:
         masters="as_stored",
         must_round=made.must_round,
         check_masters="all",
-        advice="They cannot take its place: a checkpoint that is half of another step cannot be repaired.",
+        advice="They cannot take its place: weights and masters of different steps are not repairable.",
     )
 
 

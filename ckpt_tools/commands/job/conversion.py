@@ -137,7 +137,7 @@ class Prepared(Contents):
         again = self.without_masters
         tp = self.job.record.tp if layout.topology is None else None
         if self.to == "fsdp_dtensor" and tp is not None and tp.source == "--tp" and tp.ranks > 1:
-            # Without the job's other sizes it is what the output says that it is for: such a job must be able to be.
+            # With --tp alone, check that at least one job of that TP size can exist.
             place_model(self.live_model(), Layout("mfsdp-v1", Topology(tp=tp.ranks, etp=1)))
         core = None if layout.name == "even" else place_model(self.live_model(), layout)
         plan = lay_out(self.catalog, self.target, core, self.archives(), layout, keep_order=self.keep_order)
