@@ -103,7 +103,9 @@ def command_page(name: str) -> str:
     group: Any = typer.main.get_command(app)
     command = group.get_command(None, name)
     context = command.make_context(name, [], resilient_parsing=True)
-    usage = " ".join([manual.PROGRAM, name, *command.collect_usage_pieces(context)])
+    usage = " ".join(
+        [manual.PROGRAM, name, *(part.strip("{}") for part in command.collect_usage_pieces(context))]
+    )
     lines = [f"# {name}", "", inspect.cleandoc(command.help), "", "```text", usage, "```", ""]
     for section, rows in by_section(parameters(command, context)).items():
         lines += [f"## {section}", "", "| name | what it is |", "|---|---|"]

@@ -122,3 +122,10 @@ def list_problems(problems: Iterable[str]) -> str:
     if told < len(lines):
         shown.append(f"  ... and {len(lines) - told} more")
     return "\n".join(shown)
+
+
+def raise_if(problems: Iterable[str], error: type[CkptError], what: str, advice: str = "") -> None:
+    """Raise `error` if there are problems: `what` is wrong, a line for each of them, and what to do."""
+    problems = list(problems)
+    if problems:
+        raise error("\n".join(filter(None, (f"{what}:", list_problems(problems), advice))), problems)

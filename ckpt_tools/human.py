@@ -15,4 +15,5 @@ def human_bytes(count: float) -> str:
 
 def counted(count: int, thing: str) -> str:
     """`1 error`, `2 errors`."""
-    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+    plural = "" if count == 1 else "es" if thing.endswith("s") else "s"
+    return f"{count:,} {thing}{plural}"

@@ -1,4 +1,4 @@
-"""Copies of real checkpoints, damaged in one known way."""
+"""Copies of real checkpoints, damaged in one known way, and what `verify` says of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 from contextlib import contextmanager
 from pathlib import Path
 
+from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.formats.torch_archive.tensor_template import framed_tensor
 from tests.conftest import fixture_dir
 
@@ -85,3 +86,21 @@ def flip_bit(path, byte, bit=0):
     data = bytearray(path.read_bytes())
     data[byte] ^= 1 << bit
     path.write_bytes(data)
+
+
+def findings_of(root, **options):
+    """[(severity, check, where, message)] of `verify`."""
+    report = verify_checkpoint(str(root), None, VerifyOptions(**options))
+    return [(f.severity, f.check, f.where, f.message) for f in report.findings]
+
+
+def errors_of(root, **options):
+    """[(check, where, message)] of the errors."""
+    return [found[1:] for found in findings_of(root, **options) if found[0] == "error"]
+
+
+def only(found, check, where, *parts):
+    """One finding, of this check, at this place, whose message has all the parts."""
+    ((*_, its_check, its_where, message),) = found
+    assert its_check == check and where in its_where, found
+    assert all(part in message for part in parts), found

@@ -22,7 +22,7 @@ from ckpt_tools.cli import manual
 from tests.cli.options import OPTIONS
 from tests.conftest import REPO
 
-HIDDEN = {"--oom-traceback"}
+HIDDEN = {"--oom-traceback", "--trust-pickle"}
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ _GARBAGE = 50_000  # new objects until a collection; Python's 700 are met hundre
 app = typer.Typer(
     name="checkpoint-inspector",
     cls=Group,
-    help="Inspect, convert, verify and redistribute Megatron torch_dist and Megatron-FSDP fsdp_dtensor checkpoints.",
+    help="Inspect, check, convert and edit Megatron, Megatron-FSDP, PyTorch DCP and Hugging Face checkpoints.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     epilog=closing(),
@@ -55,13 +55,13 @@ def _options(
         False, "--version", "-V", help="Print the version, and those of the libraries."
     ),
     verbose: bool = typer.Option(
-        False, "--verbose", "-v", help="With --version: also the machine and the settings, for a bug report."
+        False, "--verbose", "-v", help="The versions, the machine and its settings, for a bug report."
     ),
     for_agents: bool = typer.Option(
         False, "--for-agents", help="Print what an automated assistant needs to know (Markdown)."
     ),
 ) -> None:
-    if version:
+    if version or (verbose and context.invoked_subcommand is None):
         _print_versions(verbose)
     elif for_agents:
         sys.stdout.write((Path(__file__).parent.parent / "for-agents.md").read_text())
@@ -164,7 +164,7 @@ def _drop_unwritten() -> None:
 def _keep_freed_memory() -> None:
     """Let glibc keep blocks of up to 16 MiB that are freed: its thresholds grow with what is freed, see mallopt(3).
 
-    Otherwise the arrays of every tile get all their pages from the system anew.
+    Otherwise the arrays of every tile get new pages from the system.
     """
     bytes(16 << 20)  # freed at once, and never touched
 

@@ -11,35 +11,35 @@ import typer
 import typer.main
 from typer.core import TyperGroup
 
-from ckpt_tools.cli.help import fit_page, parameters, write_epilog, write_sections, write_usage
-from ckpt_tools.cli.manual import PAGES, page
+from ckpt_tools.cli.help import Command, fit_page, parameters, write_epilog, write_sections, write_usage
+from ckpt_tools.cli.manual import OTHER_NAMES, PAGES
 from ckpt_tools.errors import Interrupted
 
 # The module of each command, in the order of the program's help.
 MODULES = {
-    "inspect": "look",
-    "print-torch-dcp-in-json": "look",
-    "convert": "convert",
-    "convert-torch-dist-to-fsdp-dtensor": "convert",
-    "convert-fsdp-dtensor-to-torch-dist": "convert",
-    "build-param-group-map": "convert",
     "ls": "look",
+    "inspect": "look",
+    "print-tensor": "look",
     "stats": "stats",
+    "print-torch-dcp-in-json": "look",
+    "verify": "check",
+    "diff": "diff",
+    "convert": "convert",
+    "preflight": "check",
     "plan": "plan",
     "export-hf": "huggingface",
     "import-hf": "huggingface",
-    "verify": "check",
-    "diff": "diff",
-    "compare-two-checkpoint": "diff",
-    "preflight": "check",
-    "modify-state-dict": "edit",
-    "slice": "edit",
-    "copy": "edit",
-    "average": "edit",
-    "merge-adapter": "edit",
+    "build-param-group-map": "convert",
     "strip": "edit",
+    "average": "edit",
+    "slice": "edit",
+    "merge-adapter": "edit",
+    "modify-state-dict": "edit",
     "repair": "edit",
-    "print-tensor": "look",
+    "copy": "edit",
+    "convert-torch-dist-to-fsdp-dtensor": "convert",
+    "convert-fsdp-dtensor-to-torch-dist": "convert",
+    "compare-two-checkpoint": "diff",
 }
 
 
@@ -59,7 +59,7 @@ MEANT = {
     "version": "--version",
 }  # fmt: skip
 
-# What former releases had, and what does it now: a command, or a command and its option.
+# Commands and options of former releases, and what to use now.
 REMOVED: Final[dict[str, str]] = {
     "convert --aliases": "Convert once for each program: --target.",
     "convert-torch-dist-to-fsdp-dtensor --aliases": "Convert once for each program: --target.",
@@ -97,7 +97,8 @@ class Commands(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         function = import_module(f"ckpt_tools.cli.verbs.{MODULES[name]}").COMMANDS[name]
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
-        app.command(**page(name))(function)
+        page = PAGES[name]
+        app.command(name=name, cls=Command, short_help=page.summary, rich_help_panel=page.section)(function)
         return typer.main.get_command(app)
 
     def __contains__(self, name: object) -> bool:
@@ -111,8 +112,8 @@ class Commands(Mapping[str, Any]):
 
 
 @contextmanager
-def _interrupts_told() -> Iterator[None]:
-    """Around what typer would end without a word at Ctrl-C."""
+def _interrupts_reported() -> Iterator[None]:
+    """Report Ctrl-C, at which typer would end without a message."""
     try:
         yield
     except KeyboardInterrupt:
@@ -144,11 +145,11 @@ class Group(TyperGroup):
         return found
 
     def make_context(self, *args: Any, **more: Any) -> Any:
-        with _interrupts_told():
+        with _interrupts_reported():
             return super().make_context(*args, **more)
 
     def invoke(self, ctx: Any) -> Any:
-        with _interrupts_told():
+        with _interrupts_reported():
             return super().invoke(ctx)
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -164,7 +165,10 @@ class Group(TyperGroup):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         write_sections(parameters(self, ctx), formatter)
         pages = ((name, PAGES[name]) for name in self.commands)
-        write_sections(((page.section, (name, page.summary)) for name, page in pages), formatter)
+        write_sections(
+            ((page.section, (name, page.summary)) for name, page in pages if page.section != OTHER_NAMES),
+            formatter,
+        )
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         write_epilog(self.epilog, formatter)

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterable, Set
 from typing import Any
 
 from typer.core import TyperCommand
 
+from ckpt_tools.cli.manual import PAGES, examples
 from ckpt_tools.cli.render import NARROWEST, fold_cell, fold_command, fold_line
+from ckpt_tools.human import counted
 
 Row = tuple[str, str]
 _MOST = 16  # options of a page that leaves none out; one is --help
-_NARROW = 64  # columns of a page in which a definition stands below its term
+_EXAMPLES = 2  # that --help shows
+_NARROW = 64  # columns of a page in which a definition is below its term
+OLD_SPELLING = re.compile(r", --trust-pickle\b")  # accepted, and no longer shown
+_LIMITS = re.compile(
+    r"\s*\[(?:\d+<=)?x<=?\d+\]|; (?:\d+<=)?x<=?\d+(?=\])|(?<=\[)x>=\d+; |\s*\[x>=\d+\]|; x>=\d+(?=\])"
+)
 
 
 class Command(TyperCommand):
-    """A command whose options stand under the panels they were given; of many, `--help` shows the everyday ones."""
+    """A command with its options in panels; `--help` shows the everyday ones and two examples, `--help-all` all."""
 
     shows_all = False
 
@@ -45,18 +53,22 @@ class Command(TyperCommand):
             formatter.write(f"\n--help-all shows {hidden} more options.\n")
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        write_epilog(self.epilog, formatter)
+        most = None if self.shows_all else _EXAMPLES
+        write_epilog(examples(self.name or "", most), formatter)
+        if most is not None and (more := len(PAGES[self.name or ""].examples) - most) > 0:
+            formatter.write(f"--help-all shows {counted(more, 'more example')}.\n")
 
 
 def fit_page(ctx: Any) -> None:
-    """Give a page the columns that there are; of its own accord no page of click has fewer than 50."""
+    """Give a page the columns that the terminal has; click never goes below 50."""
     columns = max(shutil.get_terminal_size().columns, NARROWEST)
     ctx.terminal_width = min(columns, ctx.max_content_width or 80) - 2
 
 
 def write_usage(command: Any, ctx: Any, formatter: Any) -> None:
     """The first line of a page."""
-    usage = " ".join(("Usage:", ctx.command_path, *command.collect_usage_pieces(ctx)))
+    pieces = (piece.strip("{}") for piece in command.collect_usage_pieces(ctx))  # Typer 0.28: {INPUT_DIR}
+    usage = " ".join(("Usage:", ctx.command_path, *pieces))
     formatter.write("\n".join(fold_line(usage, formatter.width)) + "\n")
 
 
@@ -68,7 +80,9 @@ def parameters(command: Any, ctx: Any, options: Set[str] | None = None) -> list[
         is_argument = param.param_type_name == "argument"
         default = "Arguments" if is_argument else "Options"
         if record is not None and (options is None or is_argument or param.name in options):
-            rows.append((getattr(param, "rich_help_panel", None) or default, record))
+            term, text = (OLD_SPELLING.sub("", record[0]), _LIMITS.sub("", record[1]))
+            row = (term.replace("<int range>", "<int>").replace("<float range>", "<float>"), text)
+            rows.append((getattr(param, "rich_help_panel", None) or default, row))
     return rows
 
 

@@ -30,6 +30,7 @@ _ARGUMENTS = re.compile(r"\s*(?:'[^']*'|\"[^\"]*\"|[^\s'\"])+")
 _PIECES = re.compile(r"[^\s./_,|=-]*(?:[./_,|=-]+|\s+|$)")
 _KEY = re.compile(r"\s*\w[^/\s]*\.\w")  # paths have a slash before a dot
 _NUMBER = re.compile(r"-?[\d,.]+(e[-+]\d+)?( %| \w+)?|-?(nan|inf)|-", re.IGNORECASE)
+_GREEN, _YELLOW, _RED = "\x1b[32m", "\x1b[33m", "\x1b[31m"
 _is_quiet = False
 
 
@@ -79,7 +80,7 @@ def columns_of(stream: TextIO) -> int | None:
 def fold_line(line: str, width: int) -> list[str]:
     """A line of prose in lines that begin below its first word, or below what follows a label.
 
-    A word that is longer than a line stands on one of its own, whole: a path in pieces could not be copied. Only keys
+    A word that is longer than a line gets a line for itself, whole: a path in pieces could not be copied. Only keys
     are folded, after their dots.
     """
     if len(line) <= width:
@@ -135,17 +136,37 @@ def _filled(pieces: Iterable[str], width: int, hang: str) -> list[str]:
 
 
 def tell(text: str = "", stream: TextIO | None = None) -> None:
-    """Print text that is harmless already on stdout, or `stream`, for people who want to be told."""
+    """Print text that is escaped already on stdout, or `stream`, unless the process is quiet."""
     if not _is_quiet:
         _write(text, stream or sys.stdout)
 
 
-def _write(text: str, stream: TextIO) -> None:
+def tell_verdict(text: str, is_good: bool) -> None:
+    """Print the line that answers: green or red on a terminal."""
+    if not _is_quiet:
+        _write(text, sys.stdout, _GREEN if is_good else _RED)
+
+
+def _write(text: str, stream: TextIO, color: str = "") -> None:
     width = columns_of(stream)
     lines = text.split("\n")
     if width is not None:
-        lines = [part for line in lines for part in fold_line(line, width)]
+        colored = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        lines = [
+            _painted(part, color or _color_of(line)) if colored else part
+            for line in lines
+            for part in fold_line(line, width)
+        ]
     print("\n".join(lines), file=stream, flush=True)
+
+
+def _painted(line: str, color: str) -> str:
+    return f"{color}{line}\x1b[0m" if color and line else line
+
+
+def _color_of(line: str) -> str:
+    word = line.lstrip().partition(" ")[0]
+    return {"error:": _RED, "warning:": _YELLOW, "warning": _YELLOW}.get(word, "")
 
 
 def tell_first(lines: Sequence[str], most: int, indent: str = "", what: str = "more") -> None:
@@ -286,7 +307,7 @@ def write_text(file: Path, text: str, source: str) -> None:
 
 
 def json_lines(head: dict[str, Any], lists: dict[str, Iterator[Any]]) -> Iterator[str]:
-    """The text of one JSON object piece by piece: `head`'s members, then lists whose items are never held at once."""
+    """The text of one JSON object piece by piece: `head`'s members, then lists, an item at a time."""
     yield json_text(head)[:-2]
     for name, items in lists.items():
         yield f",\n {json.dumps(name)}: ["

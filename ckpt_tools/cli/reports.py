@@ -1,16 +1,15 @@
-"""The final report of a conversion, for people; and what all commands that write say of it."""
+"""The report of a command that writes a checkpoint: the verdict, then what a user should know; `-v` adds the rest."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ckpt_tools.cli.render import escape, say, tell
-from ckpt_tools.commands.job.report import ConversionReport, Masters
+from ckpt_tools.cli.render import escape, say, tell, tell_verdict
 from ckpt_tools.commands.job.target_job import describe
 from ckpt_tools.execute.proof.masters import describe_masters
-from ckpt_tools.execute.run import WriteReport
-from ckpt_tools.human import human_bytes
+from ckpt_tools.human import counted, human_bytes
 from ckpt_tools.model.choices import assert_never
 
 if TYPE_CHECKING:
@@ -18,46 +17,124 @@ if TYPE_CHECKING:
     from ckpt_tools.execute.run import WriteReport
     from ckpt_tools.model.target import Target
 
-_SHOWN = 8
+_SHOWN = 8  # entries of one kind with -v
+_MOST = 8  # lines without -v
 _NEVER = ": not part of "
 _FORMATS = {"dcp": "a plain state dict"}
 _NAMED = 3  # keys of one reason
 
 
-def print_report(report: ConversionReport) -> None:
-    """What was converted, how fast, and what changed on the way; long lists are cut (`--json` has them whole)."""
-
-    done = "would convert" if report.written is None else "converted"
-    if report.written and report.written.was_there:
-        done = "compared, as all of it was there already:"
+def print_report(report: ConversionReport, verbose: bool = False) -> None:
+    """What was converted, and what changed; the whole of it only if `verbose`."""
     made = "" if report.iteration == report.source_iteration else iteration_text(report.iteration)
     is_named = report.output_format == "hf" and report.architecture
     architecture = f": {report.architecture}" if is_named else ""
-    # No groups: weights only, or carried over as they are stored.
-    groups = f", groups {report.groups}" if report.groups else ""
     lines = [
-        f"{done} {report.source} -> {report.output}",
-        f"  source     {_source(report)}{iteration_text(report.source_iteration)}",
-        f"  target     {report.output_format} for {report.loader or 'the same loader'}{architecture}{made}",
-        f"  holds      {report.tensors:,} tensors, {report.objects:,} objects and scalars{groups}",
-        f"  masters    {masters_text(report.masters)}",
+        f"  {'formats':<9} {_source(report)}{iteration_text(report.source_iteration)} -> "
+        f"{report.output_format} for {report.loader or 'the same loader'}{architecture}{made}",
     ]
     if report.job is not None:
-        lines += [f"  {title:<10} {text}" for title, text in describe(report.job)]
+        lines += [f"  {title:<9} {text}" for title, text in describe(report.job)][: None if verbose else 1]
+    lines.append(f"  {'masters':<9} {masters_text(report.masters)}")
     if report.written:
-        lines.append(f"  checksums  {source_checksums(report.written)}")
-        lines += _written(report.written)
-    else:
-        lines.append(
-            f"  would write {human_bytes(report.plan['bytes_to_write'])} in {len(report.plan['files'])} files"
-        )
-    lines += changes(report, report.output_format)
-    for line in lines:
+        lines.append(f"  {'checked':<9} {checked(report.written)}")
+    found = [*_lost(report), *(f"  {'note':<9} {note}" for note in report.notes)]
+    print_lines(_verdict(report), lines, found, _details(report), verbose)
+
+
+def print_lines(
+    verdict: str, lines: Sequence[str], findings: Sequence[str], details: Sequence[str], verbose: bool
+) -> None:
+    """The verdict, then the rest: all of it if `verbose`, else no more than eight lines."""
+    tell_verdict(escape(verdict), True)
+    shown = [*lines, *findings, *details]
+    if not verbose:
+        room = _MOST - 1 - len(lines) - 1
+        fits = findings if len(findings) <= room else findings[:room]
+        shown = [*lines, *fits]
+        if hidden := len(findings) - len(fits) + len(details):
+            shown.append(f"  {counted(hidden, 'more line')} with -v, everything with --json")
+    for line in shown:
         tell(escape(line))
 
 
-def changes(of: ConversionReport | Target, output_format: str) -> list[str]:
-    """What changes on the way, or would, in a line each; long lists are cut."""
+def _verdict(report: ConversionReport) -> str:
+    written = report.written
+    if written is None:
+        size = f"{human_bytes(report.plan['bytes_to_write'])} in {counted(len(report.plan['files']), 'file')}"
+        return f"would convert {report.source} -> {report.output}: {size}"
+    done = "compared, it was complete already:" if written.was_there else "converted"
+    return f"{done} {report.source} -> {place(written)}: {size_and_time(written)}"
+
+
+def size_and_time(written: WriteReport) -> str:
+    """What every verdict of a written checkpoint ends with."""
+    return f"{human_bytes(written.bytes_written)} in {written.seconds:.2f} s"
+
+
+def _lost(report: ConversionReport) -> list[str]:
+    """Lines on what the output lacks of the source, and what was there before."""
+    written = report.written
+    dropped, _ = _apart(report.dropped)
+    lines = [f"  {'dropped':<9} {entry}" for entry in _by_reason(dropped)]
+    if written is not None and written.rounded_tensors:
+        lines.append(
+            f"  {'rounded':<9} {written.rounded_elements:,} elements of {written.rounded_tensors:,} tensors by the "
+            f"cast to their new type, most in {written.rounded_most}"
+        )
+    if written is not None and written.replaced:
+        lines.append(f"  {'replaced':<9} {written.replaced}")
+    return lines
+
+
+def _details(report: ConversionReport) -> list[str]:
+    """What was done without any loss."""
+    groups = [f"group {number}: {counted(n, 'parameter')}" for number, n in report.groups.items()]
+    holds = f"{report.tensors:,} tensors, {report.objects:,} objects and scalars"
+    lines = [f"  {'holds':<9} {'; '.join([holds, *groups])}"]
+    w = report.written
+    if w is not None:
+        rate = human_bytes(int(w.bytes_written / max(w.seconds, 1e-9)))
+        lines += [
+            f"  {'speed':<9} {rate}/s with {counted(w.ranks, 'process')}; read {human_bytes(w.bytes_read)}, "
+            f"largest process {human_bytes(w.peak_rss_bytes)}",
+            f"  {'copied':<9} {human_bytes(w.bytes_cloned)} cloned, {human_bytes(w.bytes_kernel_copied)} in kernel, "
+            f"{human_bytes(w.bytes_touched)} through buffers; {w.items_resumed:,} of {w.items:,} items resumed",
+        ]
+        if w.rounded_and_kept:
+            lines.append(
+                f"  {'rounded':<9} {w.rounded_and_kept:,} elements of weights; the masters keep the exact values"
+            )
+    else:
+        files = counted(len(report.plan["files"]), "file")
+        lines.append(f"  {'writes':<9} {human_bytes(report.plan['bytes_to_write'])} in {files}")
+    for title, entries in (
+        ("kept", report.kept),
+        ("renamed", report.renamed),
+        ("filled in", report.backfilled),
+    ):
+        lines += _cut(title, entries)
+    _, no_place = _apart(report.dropped)
+    if no_place:
+        format = _FORMATS.get(report.output_format, report.output_format)
+        lines.append(f"  not part of {format}: {no_place}")
+    return lines
+
+
+def _cut(title: str, entries: Sequence[str]) -> list[str]:
+    lines = [f"  {title:<9} {entry}" for entry in entries[:_SHOWN]]
+    if len(entries) > _SHOWN:
+        lines.append(f"  {title:<9} ... and {len(entries) - _SHOWN:,} more (--json lists all)")
+    return lines
+
+
+def checked(w: WriteReport) -> str:
+    """What was proven of source and output."""
+    return source_checksums(w) + ("; the output was read back and is equal" if w.output_verified else "")
+
+
+def changes(of: Target, output_format: str) -> list[str]:
+    """What a conversion would change, in a line each; long lists are cut."""
     dropped, no_place = _apart(of.dropped)
     lines = []
     for title, entries in (
@@ -67,16 +144,14 @@ def changes(of: ConversionReport | Target, output_format: str) -> list[str]:
         ("filled in", of.backfilled),
         ("note", of.notes),
     ):
-        lines += [f"  {title:<10} {entry}" for entry in entries[:_SHOWN]]
-        if len(entries) > _SHOWN:
-            lines.append(f"  {title:<10} ... and {len(entries) - _SHOWN:,} more (--json lists all)")
+        lines += _cut(title, entries)
     if no_place:
         lines.append(f"  not part of {_FORMATS.get(output_format, output_format)}: {no_place}")
     return lines
 
 
 def iteration_text(label: int | str | None) -> str:
-    """What follows a format: the iteration, a release, or nothing where nothing tells."""
+    """What follows a format: the iteration, a release, or nothing if it is unknown."""
     return "" if label is None else f", {label if label == 'release' else f'iteration {label}'}"
 
 
@@ -89,20 +164,19 @@ def _source(report: ConversionReport) -> str:
 
 
 def masters_text(masters: Masters) -> str:
-    """What became of them, and what was proven."""
-
+    """What became of the masters, and what was proven."""
     match masters.use:
         case "none":
-            return "the source has none"
+            return "no fp32 masters in the source"
         case "left_out":
             proven = f"; {describe_masters(masters.found, masters.mode)}" if masters.found.tensors else ""
-            return f"left out; the stored weights are written{proven}"
+            return f"left out, the stored weights are used{proven}"
         case "as_stored":
-            return "the source keeps them in the place of weights; there is nothing to compare them with"
+            return "the source stores them as its weights; there is nothing to compare them with"
         case "merged":
             found = masters.found
             proven = f"; before, {describe_masters(found, masters.mode)}" if found.tensors else ""
-            return f"the adapter was added to them, and weights are their rounding{proven}"
+            return f"the adapter was added to them; weights are the sums, rounded{proven}"
         case "written":
             if masters.mode == "none":
                 return "not checked (--check-masters none)"
@@ -112,8 +186,8 @@ def masters_text(masters: Masters) -> str:
 
 
 def say_unfinished(iteration: int | None) -> None:
-    """Why the newest of all iterations is passed over."""
-    say(f"note: iteration {iteration} is passed over: its job has not finished it (no .metadata, no tracker)")
+    """Why the newest of all iterations is skipped."""
+    say(f"note: skipping iteration {iteration}: it is still being written (no .metadata, no tracker)")
 
 
 def _apart(dropped: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
@@ -147,57 +221,36 @@ def _names(keys: list[str]) -> str:
 def source_checksums(w: WriteReport) -> str:
     """What was proven of the source's stored bytes."""
     if w.check_source == "none":
-        return "not checked (--check-source none)"
-    proven = f"{w.payloads_proven:,} payloads of the source, {human_bytes(w.bytes_proven)}, proven"
+        return "the source was not checked (--check-source none)"
+    proven = f"{w.payloads_proven:,} checksums of the source ({human_bytes(w.bytes_proven)})"
     if not w.payloads_without_checksum:
         return proven if w.payloads_proven else "nothing of the source was read"
-    without = f"{w.payloads_without_checksum:,} payloads of the source carry none"
+    without = f"{w.payloads_without_checksum:,} tensors of the source have no checksum"
     return f"{proven}; {without}" if w.payloads_proven else without
 
 
-def print_rewritten(done: ConversionReport) -> None:
-    """The last lines of a command that writes a checkpoint in the format of its source."""
+def print_edited(
+    done: ConversionReport, lines: Sequence[str], details: Sequence[str] = (), verbose: bool = False
+) -> None:
+    """The report of a command that writes a checkpoint in the format of its source; `lines` are its own."""
     written = done.written
+    holds = f"{counted(done.tensors, 'tensor')}, {counted(done.objects, 'object')}"
     if written is None:
-        tell(
-            f"nothing was written (--dry-run); it would be {done.tensors:,} tensors and {done.objects:,} objects, "
-            f"{human_bytes(done.plan['bytes_to_write'])}"
-        )
+        size = human_bytes(done.plan["bytes_to_write"])
+        verdict = f"would write {done.output}: {holds}, {size} (--dry-run: nothing was written)"
+        print_lines(verdict, [f"  {line}" for line in lines], [], [f"  {line}" for line in details], verbose)
         return
-    tell(
-        f"{'compared' if written.was_there else 'wrote'} {done.tensors:,} tensors and {done.objects:,} objects, "
-        f"{human_bytes(written.bytes_written)} in {written.seconds:.2f} s, to {escape(place(written))}"
-    )
+    verb = "compared, it was complete already:" if written.was_there else "wrote"
+    shown = [*lines, f"{'checked':<9} {checked(written)}"]
     if written.replaced:
-        tell(f"replaced {written.replaced}")
-    tell(f"source checksums: {source_checksums(written)}")
+        shown.append(f"{'replaced':<9} {written.replaced}")
+    notes = [f"  {'note':<9} {note}" for note in done.notes]
+    verdict = f"{verb} {place(written)}: {holds}, {size_and_time(written)}"
+    print_lines(verdict, [f"  {line}" for line in shown], notes, [f"  {line}" for line in details], verbose)
 
 
 def place(w: WriteReport) -> str:
-    """Where the checkpoint lies, and by which name a job finds it."""
+    """Where the checkpoint is, and how a job loads it."""
     root, _, name = w.directory.rpartition("/")
     numbered = name == "release" or name.startswith("iter_")
     return f"{w.directory} (--load {root})" if numbered else w.directory
-
-
-def _written(w: WriteReport) -> list[str]:
-    done = "compared" if w.was_there else "wrote"
-    rate = human_bytes(int(w.bytes_written / max(w.seconds, 1e-9)))
-    rounded = (
-        f"  rounded    {w.rounded_elements:,} elements of {w.rounded_tensors:,} tensors by a cast to their new type, "
-        f"most of them in {w.rounded_most}"
-    )
-    kept = (
-        f"  rounded    {w.rounded_and_kept:,} elements of weights whose exact values are written as their masters: "
-        "nothing is lost"
-    )
-    return [
-        f"  {done:<10} {human_bytes(w.bytes_written)} in {w.seconds:.2f} s ({rate}/s), {w.ranks} process(es); "
-        f"read {human_bytes(w.bytes_read)}, largest peak RSS {human_bytes(w.peak_rss_bytes)}",
-        f"  lies in    {place(w)}",
-        f"  copied     {human_bytes(w.bytes_cloned)} cloned, {human_bytes(w.bytes_kernel_copied)} in the kernel, "
-        f"{human_bytes(w.bytes_touched)} through buffers; {w.items_resumed:,} of {w.items:,} items resumed",
-        *([f"  replaced   {w.replaced}"] if w.replaced else []),
-        *([rounded] if w.rounded_tensors else []),
-        *([kept] if w.rounded_and_kept else []),
-    ]

@@ -2,8 +2,8 @@
 
 A row's name is that of the field that it fills. A command is a function that declares its arguments, and the names of
 its options. `with_options` makes of both the signature that Typer reads; the function gets the values by name, as
-the library takes them, and `fill` puts them into the library's options classes, whose fields have the same names. A
-field's default is its row's too, which a test compares: importing the classes would make `--help` three times as
+the library takes them, and `fill` puts them into the library's options classes, which have fields of the same names.
+A field's default is its row's too, which a test compares: importing the classes would make `--help` three times as
 slow.
 """
 
@@ -27,17 +27,15 @@ PLACE: Final = "Placement"
 RUN: Final = "How to run"
 FRESH: Final = "A fresh optimizer"
 
-Checkpoint = Annotated[
-    str, typer.Argument(help="A run's root, an iteration folder, or any torch DCP folder.")
-]
-OutputDir = Annotated[str, typer.Argument(help="A run's root to make, or one folder named iter_N.")]
+Checkpoint = Annotated[str, typer.Argument(help="A run, one of its iterations, or any PyTorch DCP folder.")]
+OutputDir = Annotated[str, typer.Argument(help="The run to make; if named iter_N, that folder alone.")]
 
 # In the order in which help lists them.
 TABLE: dict[str, Row] = {
     "swiglu": option(bool, "--swiglu/--no-swiglu", panel=MODEL,
-                     help="Whether gated MLPs use SwiGLU. Default: the args."),
+                     help="Whether gated MLPs use SwiGLU. Default: from the checkpoint."),
     "swiglu_modules": option(str, "--swiglu-modules", default="", read=v.words, panel=MODEL,
-                             help="Comma-separated modules whose MLPs are SwiGLU. Default: by shape."),
+                             help="Modules with SwiGLU MLPs, separated by commas. Default: by shape."),
     "group_map": option(Path, "--param-to-param-group-map-json", read=v.group_map, panel=MODEL,
                         help="Parameter groups to use instead of derived ones."),
     "strict_map": flag("--strict-map", panel=MODEL, help="Names missing from the map are errors."),
@@ -47,36 +45,37 @@ TABLE: dict[str, Row] = {
     "model_prefix": option(str, "--output-model-weight-prefix", default="model.module", panel=MODEL,
                            help="Prefix of weights in the output."),
     "rename_mtp": flag("--rename-mtp-keys", panel=MODEL,
-                       help="Name MTP inner layers mtp_model_layer whatever the target."),
+                       help="Name MTP inner layers mtp_model_layer for every target."),
     "dialect": option(c.DialectName, "--target", panel=MODEL,
-                      help="Program that will load the result. Default: bridge for a Bridge checkpoint, else main."),
+                      help="Megatron version that will load the output, whose names it gets. Default: bridge for a "
+                           "Bridge checkpoint, else main."),
     "layer_spec": option(c.LayerSpec, "--layer-spec", panel=MODEL,
-                         help="Norm names: Transformer Engine's or the local spec's. Default: the args."),
+                         help="Norm names: Transformer Engine's or the local spec's. Default: from the checkpoint."),
     "experts": option(c.ExpertModules, "--experts", panel=MODEL,
-                      help="Expert names: one grouped module or one module each. Default: the args."),
+                      help="Expert names: one grouped module or one module each. Default: from the checkpoint."),
     "weights_only": flag("--weights-only", panel=MODEL,
-                         help="Leave out optimizer, scheduler and rng: a warm start."),
+                         help="Leave out optimizer, scheduler and random states: a warm start."),
     "dtype": option(str, "--dtype", panel=MODEL,
                     help="With --weights-only: element type of the weights, e.g. bfloat16."),
     "vocab_size_padded": option(int, "--vocab-size-padded", max=v.MAX_ROWS, panel=MODEL,
-                                help="Rows of the vocabulary in the target: padding is cut or zeros added."),
+                                help="Rows of the vocabulary in the output: padding is cut, or zeros are added."),
     "vocab_size": option(int, "--vocab-size", max=v.MAX_ROWS, panel=MODEL,
-                         help="Real tokens: the rows after them are padding."),
+                         help="Number of real tokens: the rows after them are padding."),
     "fresh_optimizer": option(bool, "--fresh-optimizer/--no-fresh-optimizer", panel=FRESH,
                               help="With --weights-only: a fresh optimizer (zero moments, step 0), so "
                                    "that a strict load starts from weights."),
-    "lr": option(float, "--lr", panel=FRESH, help="Highest learning rate. Default: the args."),
-    "min_lr": option(float, "--min-lr", panel=FRESH, help="Lowest learning rate. Default: the args."),
-    "weight_decay": option(float, "--weight-decay", panel=FRESH, help="Weight decay. Default: the args."),
-    "adam_beta1": option(float, "--adam-beta1", panel=FRESH, help="Default: the args, else Megatron's 0.9."),
-    "adam_beta2": option(float, "--adam-beta2", panel=FRESH, help="Default: the args, else Megatron's 0.999."),
-    "adam_eps": option(float, "--adam-eps", panel=FRESH, help="Default: the args, else Megatron's 1e-8."),
+    "lr": option(float, "--lr", panel=FRESH, help="Highest learning rate. Default: that of the run."),
+    "min_lr": option(float, "--min-lr", panel=FRESH, help="Lowest learning rate. Default: that of the run."),
+    "weight_decay": option(float, "--weight-decay", panel=FRESH, help="Weight decay. Default: that of the run."),
+    "adam_beta1": option(float, "--adam-beta1", panel=FRESH, help="Default: that of the run, else Megatron's 0.9."),
+    "adam_beta2": option(float, "--adam-beta2", panel=FRESH, help="Default: that of the run, else Megatron's 0.999."),
+    "adam_eps": option(float, "--adam-eps", panel=FRESH, help="Default: that of the run, else Megatron's 1e-8."),
     "extra_state": option(str, "--extra-state", default="derive", panel=MODEL,
-                          help="Transformer Engine's extra-state objects: derive (a torch_dist source's own are "
-                               "kept), none, or a torch_dist checkpoint of the same model to take their keys from."),
+                          help="Transformer Engine's extra states: derive (keep those of a torch_dist source), none, "
+                               "or a torch_dist checkpoint of the same model to take the keys from."),
     "stacked": option(bool, "--stacked/--per-layer", panel=MODEL,
-                      help="Layers of a block in one tensor, or one by one. Default: as a torch_dist source has "
-                           "them, else the args."),
+                      help="Layers of a block in one tensor, or one by one. Default: like a torch_dist source, "
+                           "else from its arguments."),
     "hf_config": option(Path, "--hf-config", read=v.model_folder, panel=MODEL,
                         help="Directory of the original Hugging Face model, for tokenizer and settings."),
     "rules": option(Path, "--rules", panel=MODEL, help="YAML file with the rules of one more architecture."),
@@ -85,18 +84,18 @@ TABLE: dict[str, Row] = {
     "mtp_copies": flag("--mtp-copies", panel=MODEL,
                        help="Repeat embedding and head in DeepSeek's prediction layers."),
     "alpha": option(float, "--alpha", panel=MODEL,
-                    help="Alpha of the adapter, where no run_config.yaml tells it; its scale is alpha / rank."),
+                    help="Alpha of the adapter, if no run_config.yaml has it; its scale is alpha / rank."),
     "layout": option(c.LayoutName, "--layout", panel=PLACE,
-                     help="Placement of rows. Default: mfsdp-v1 with --gpus or --dp-shard, else even."),
+                     help="Which rank owns which rows. Default: mfsdp-v1 with --gpus or --dp-shard, else even."),
     "world_size": option(int, "--world-size", panel=PLACE,
-                         help="Target ranks, each with separate files. Default: the converting ranks."),
+                         help="Number of ranks to write files for. Default: the ranks that convert."),
     "gpus": option(int, "--gpus", panel=PLACE,
-                   help="GPUs of the training job; the sizes that are not given follow from it."),
-    "dp_shard": option(int, "--dp-shard", panel=PLACE, help="Ranks that shard."),
-    "dp_outer": option(int, "--dp-outer", default=1, panel=PLACE, help="Replicas of the sharding group (HSDP)."),
+                   help="All GPUs of the training job: each rank gets a file that it reads sequentially."),
+    "dp_shard": option(int, "--dp-shard", panel=PLACE, help="Data-parallel ranks that shard. Default: from --gpus."),
+    "dp_outer": option(int, "--dp-outer", default=1, panel=PLACE, help="Replicas of the ranks that shard (HSDP)."),
     "tp": option(int, "--tp", panel=PLACE,
-                 help="Tensor parallel size of the target; with --to torch_dist or hf, the one that the source is "
-                      "for."),
+                 help="Tensor parallel size of the training job; with --to torch_dist or hf: of the job that wrote "
+                      "the source."),
     "cp": option(int, "--cp", default=1, panel=PLACE, help="Context parallel size."),
     "ep": option(int, "--ep", default=1, panel=PLACE, help="Expert parallel size."),
     "etp": option(int, "--etp", panel=PLACE, help="Expert tensor parallel size. Default: --tp."),
@@ -106,58 +105,60 @@ TABLE: dict[str, Row] = {
     "outer_strategy": option(str, "--outer-strategy", default="no_shard", panel=PLACE,
                              help="no_shard or optim."),
     "units": option(list[str], "--units", read=v.globs, panel=PLACE,
-                    help="Modules that have a flat buffer of Megatron-FSDP each (fsdp_unit_modules of the job), as "
-                         "paths (glob, repeatable; **. for leading modules). Default: Megatron-Core's layers. FSDP2 "
-                         "cuts every parameter on its own."),
+                    help="Modules with one flat buffer each (fsdp_unit_modules of the job), as paths (glob, "
+                         "repeatable; **. for leading modules). Default: Megatron-Core's layers."),
     "iteration": option(str, "--iteration", metavar="NUMBER", read=v.one_iteration,
-                        help="Iteration of a root, instead of its latest."),
+                        help="Iteration of the run. Default: the latest."),
     "check_masters": option(c.CheckLevel, "--check-masters", default="sample", panel=RUN,
-                            help="How many rows of every master must be shown to round to the weights."),
+                            help="Check that fp32 masters, rounded, equal the stored weights: sample, all or none "
+                                 "of the rows."),
     "check_source": option(c.SourceCheck, "--check-source", default="all", panel=RUN,
-                           help="Prove every payload that is read from against the checksum its writer stored, whole "
-                                "or in pieces; none: take damage over unseen."),
+                           help="Compare everything that is read with the checksum that its writer stored; none: "
+                                "skip the check, corruption is copied."),
     "ignore_keys": option(list[str], "--ignore-keys", read=v.globs, panel=RUN,
-                          help="Source keys to leave out, tensors too (glob, repeatable)."),
-    "overwrite": flag("--overwrite", panel=RUN, help="Replace the one checkpoint that is at OUT."),
+                          help="Leave out the keys and tensors that match this glob (repeatable)."),
+    "overwrite": flag("--overwrite", panel=RUN, help="Replace the checkpoint at exactly this output path."),
     "resume": flag("--resume", panel=RUN, help="Continue a conversion that was stopped."),
+    "verify_output": flag("--verify", panel=RUN,
+                      help="Read the output back and compare every value before it is published."),
     "dry_run": flag("--dry-run", panel=RUN, help="Plan and check everything, write nothing."),
     "workers": option(int, "--workers", min=1, max=v.MAX_WORKERS, panel=RUN,
-                      help="Processes on this machine. Default: as many as cores, memory and bytes pay for, at most "
-                           "16."),
+                      help="Processes on this machine. Default: chosen from cores, memory and size, at most 16."),
     "threads": option(int, "--threads", default=2, min=1, max=v.MAX_THREADS, panel=RUN,
                       help="Threads per process."),
     "memory_bytes": option(str, "--max-memory", read=v.given_bytes, panel=RUN,
-                           help="Buffer memory of all workers together, e.g. 1GiB. Default: 96MiB; with an object "
-                                "store 32MiB a thread, and not less than 128MiB."),
-    "fsync": flag("--fsync", panel=RUN, help="Make the output durable before it is published."),
+                           help="Memory for buffers of all workers together, e.g. 1GiB. Default: 96MiB; with an "
+                                "object store 32MiB a thread, at least 128MiB."),
+    "fsync": flag("--fsync", panel=RUN, help="Flush the output to the disk before it is published."),
     "direct": flag("--direct", panel=RUN,
-                   help="Write past the page cache (O_DIRECT), which other programs keep; best with "
-                        "--threads 4 or more."),
+                   help="Write past the page cache (O_DIRECT); best with --threads 4 or more."),
     "report_format": option(c.ReportFormat, "--format", default="text",
                             help="text, json, github (annotations) or markdown."),
     "quiet": flag("--quiet", "-q", callback=v.be_quiet,
-                  help="Print nothing but errors, on stderr, and what programs are to read (--json). The exit code "
-                       "tells the rest."),
-    "as_json": flag("--json", help="JSON on stdout."),
-    "report": option(Path, "--report", callback=v.in_a_folder, panel=RUN, help="Write the report there as JSON."),
-    "junit": option(Path, "--junit", callback=v.in_a_folder, help="Also write the report there as JUnit XML."),
-    "trust_pickle": flag("--trust-pickle", help="Read unknown classes as inert placeholders."),
-    "enable_msc": flag("--enable-msc", callback=v.allow_msc, help="Open msc:// locations by multi-storage-client."),
+                  help="Print only errors and JSON."),
+    "as_json": flag("--json", help="Print JSON."),
+    "verbose": flag("--verbose", "-v", panel=RUN, help="Print the whole report: renamed, copied, filled in."),
+    "report": option(Path, "--report", callback=v.in_a_folder, panel=RUN,
+                     help="Write the report to this file as JSON."),
+    "junit": option(Path, "--junit", callback=v.in_a_folder, help="Also write the report to this file as JUnit XML."),
+    "trust_pickle": flag("--unknown-classes", "--trust-pickle",
+                         help="Read unknown classes as inert placeholders instead of refusing; nothing is executed."),
+    "enable_msc": flag("--enable-msc", callback=v.allow_msc, help="Open msc:// locations with multi-storage-client."),
     "follow_links": flag("--follow-links", callback=v.follow_links,
-                         help="Read a checkpoint's files also through links that lead out of its folder."),
+                         help="Allow links that lead out of the checkpoint's folder."),
     "oom_traceback": flag("--oom-traceback", hidden=True, help="Accepted for NVIDIA's script; changes nothing."),
 }  # fmt: skip
 
 # Of commands that can go through all iterations of a run.
 ITERATIONS = option(
     str, "--iteration", metavar="NUMBER|all", read=v.iteration, panel=RUN,
-    help="Iteration of a root, or all, past those that the output has already. Default: the latest.",
+    help="One iteration, or all that the output does not have yet. Default: the latest.",
 )  # fmt: skip
 
 # Of commands that only look at them.
 EVERY_ITERATION = option(
     str, "--iteration", metavar="NUMBER|all", read=v.iteration,
-    help="Iteration of a root, or all. Default: the latest.",
+    help="One iteration, or all. Default: the latest.",
 )  # fmt: skip
 
 OPENING = frozenset({"enable_msc", "follow_links", "quiet"})
@@ -182,9 +183,9 @@ TORCH_DIST_TARGET = frozenset({
 EVERYDAY = frozenset({
     "dialect", "weights_only", "dtype", "gpus", "tp", "iteration", "overwrite", "resume", "dry_run", "as_json",
 })  # fmt: skip
-REWRITING = frozenset({"check_source", "overwrite", "as_json"})
+REWRITING = frozenset({"check_source", "overwrite", "as_json", "verbose"})
 RUNNING = OPENING | REWRITING | {
-    "resume", "dry_run", "workers", "threads", "memory_bytes", "fsync", "direct", "report",
+    "resume", "verify_output", "dry_run", "workers", "threads", "memory_bytes", "fsync", "direct", "report",
 }  # fmt: skip
 
 AnyOptions = TypeVar("AnyOptions")

@@ -71,7 +71,7 @@ def carry_out(
             elif outcome.report is not None:
                 show(outcome.report)
             else:
-                render.tell(f"{outcome.name}: is there already, left as it is (--overwrite makes it anew)")
+                render.tell(f"{outcome.name}: exists already, skipped (--overwrite replaces it)")
     if number == "all":
         raise typer.Exit(iterations.exit_code(outcomes))
     return done

@@ -8,11 +8,12 @@ Every rank calls `write_checkpoint` with the same plan, and all go through the s
     take     notes the state of the source; takes the output, sees what   nothing
              lies there, makes it ready to be written into
     compare  only for an output that seems finished, with `resume`: its   the same
-             share as it is against what would be written
+             share of the output against what would be written
     accept   keeps it as its own, or begins as for any other              nothing
     open     of a store: sees what is there, begins files that several ranks      nothing
              write
     work     its share, by threads (`WorkerThreads`), each with a pump (`Pump`)    the same
+    verify   only with `verify_output`: reads its share back and compares it       the same
     prove    sums of the source that several ranks hold parts of are      the same
              joined, what nobody read is read (`prove_rest`)
     publish  source unchanged?; shards open?; small files; `.metadata`    nothing
@@ -28,14 +29,15 @@ from __future__ import annotations
 import resource
 import time
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
+from itertools import chain
 from typing import Any, Final, TypedDict
 
-from ckpt_tools.errors import CorruptCheckpointError, UsageError
+from ckpt_tools.errors import CorruptCheckpointError, UsageError, VerificationError
 from ckpt_tools.execute.move.source_reader import SourceReader, forget
-from ckpt_tools.execute.output.finished import is_written
+from ckpt_tools.execute.output.checks import has_blobs, is_written
 from ckpt_tools.execute.output.journal import check_unchanged, check_unchanged_since_open, fingerprint
 from ckpt_tools.execute.output.local_output import LocalOutput
 from ckpt_tools.execute.processes.ranks import Ranks, StopSignals
@@ -54,6 +56,7 @@ from ckpt_tools.execute.write_job import (
 from ckpt_tools.formats.dcp.metadata_write import metadata_bytes
 from ckpt_tools.formats.storage.drivers import Part
 from ckpt_tools.formats.storage.files import Files
+from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.model.transfers import Plan, stored_parts
 
 __all__ = ["Output", "WriteOptions", "WriteReport", "write_checkpoint"]
@@ -140,6 +143,11 @@ def _check_extents(plan: Plan, files: Files) -> None:
 def _output_of(job: WriteJob) -> JobOutput:
     if not isinstance(job.output.directory, str):
         return LocalOutput(job)
+    if job.options.verify_output:
+        raise UsageError(
+            "--verify: an object store shows no output before it is published. Leave it out, and run "
+            f"`verify {job.output.directory} --content` afterwards"
+        )
     from ckpt_tools.execute.output.remote_output import RemoteOutput  # fsspec is not needed for local outputs
 
     return RemoteOutput(job)
@@ -181,6 +189,11 @@ class _Run:
             if found not in _IN_PLACE:
                 files = together(lambda: self.output.open_files() if self._leads else {})[0]
                 shares = together(lambda: self._work(files))
+                if self._job.options.verify_output and not all(together(self._read_back)):
+                    raise VerificationError(
+                        f"{self._job.output.directory}: what was read back is not what was written. Nothing was "
+                        "published. Check the disk and its file system, and convert again."
+                    )
             if found != "published":
                 proven = self._prove()
             together(lambda: self._publish(found, shares))
@@ -212,6 +225,24 @@ class _Run:
                 source,
                 job.options,
                 small_parts=self._leads,
+                tick=job.ranks.check,
+            )
+
+    def _read_back(self) -> bool:
+        """Whether this rank's share is in the unpublished output as it should be."""
+        job, data = self._job, self.output.data
+        assert data is not None  # of a store nothing is read back
+        with (
+            closing(SourceReader(job.files, self.output.scratch, None)) as source,
+            closing(open_files(str(data))) as there,
+        ):
+            return has_blobs(job.plan, there) and is_written(
+                job.plan,
+                replace(job.output, directory=data),
+                self.output.share(),
+                source,
+                job.options,
+                small_parts=False,
                 tick=job.ranks.check,
             )
 
@@ -263,22 +294,16 @@ class _Run:
             check_unchanged(self._source_state, fingerprint(job.files, job.plan), job.files.location)
             check_unchanged_since_open(job.files)
             versions = {name: version for share in shares for name, version in share["versions"].items()}
-            parts = _joined(share["parts"] for share in shares)
+            parts: dict[str, list[Part]] = {}
+            for share in shares:
+                for name, rows in share["parts"].items():
+                    parts.setdefault(name, []).extend(Part(*row) for row in rows)
             output.publish(metadata_bytes(job.plan) if job.output.is_dcp else None, versions, parts)
         for name, content in job.output.beside.items():
             if found == "finished" and output.has_beside(name):
                 continue  # it was written then, and may have been changed since
             output.write_beside(name, content)
         output.finish()
-
-
-def _joined(parts: Iterable[Mapping[str, Sequence[tuple[int, str]]]]) -> Mapping[str, Sequence[Part]]:
-    """Parts of files as all ranks have written them, by file."""
-    found: dict[str, list[Part]] = {}
-    for one in parts:
-        for name, some in one.items():
-            found.setdefault(name, []).extend(Part(*part) for part in some)
-    return found
 
 
 def _report(
@@ -291,11 +316,12 @@ def _report(
     counts = [count for share in shares for count in share["counters"]]
     rounded: Counter[str] = Counter()
     rounded_and_kept = 0
-    for key, source, changed in _rounded(counts):
-        if (key, source) in kept:
-            rounded_and_kept += changed
-        else:
-            rounded[key] += changed
+    for key, sources in chain.from_iterable(count["rounded"].items() for count in counts):
+        for source, changed in sources.items():
+            if (key, source) in kept:
+                rounded_and_kept += changed
+            else:
+                rounded[key] += changed
     items = len(job.plan.items) + len(job.plan.blobs)
     return WriteReport(
         bytes_written=job.plan.bytes_to_write,
@@ -317,13 +343,6 @@ def _report(
         rounded_elements=rounded.total(),
         rounded_most=max(rounded, key=lambda key: (rounded[key], key)) if rounded else None,
         rounded_and_kept=rounded_and_kept,
+        output_verified=job.options.verify_output and bool(shares),
         directory=str(job.output.directory),
     )
-
-
-def _rounded(counts: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str, int]]:
-    """(tensor, what was cast to it, elements that have another value now), as the ranks' threads counted them."""
-    for count in counts:
-        for key, sources in count["rounded"].items():
-            for source, changed in sources.items():
-                yield key, source, changed

@@ -96,9 +96,7 @@ class Output:
     """Where the checkpoint goes, and what may already be there."""
 
     directory: Path | str  # str: a URL
-    beside: Mapping[str, bytes] = field(
-        default_factory=dict
-    )  # files to replace in its parent afterwards: trackers
+    beside: Mapping[str, bytes] = field(default_factory=dict)  # trackers: files to replace in its parent
     extra_files: Mapping[str, bytes] = field(default_factory=dict)  # small files to put into the directory
     is_dcp: bool = True  # describe the tensors in `.metadata`, which is written last
     overwrite: bool = False
@@ -114,6 +112,7 @@ class WriteOptions:
     fsync: bool = False  # make everything durable before it is published, and give its page cache back
     direct: bool = False  # write past the page cache
     check_source: SourceCheck = "all"
+    verify_output: bool = False  # read what was written back and compare it, before it is published
     workers: int | None = None  # processes forked on this machine, see `workers`; None: as many as help
     tiles: int = TILES  # that a thread holds at a time
 
@@ -141,16 +140,13 @@ class WriteReport:
     payloads_proven: int  # of the source
     payloads_without_checksum: int  # of the source, read from
     bytes_proven: int
-    bytes_read_to_prove: int  # beside `bytes_read`: what nothing else needed
-    rounded_tensors: int = (
-        0  # with elements that a cast changed for good, among the items that were not resumed
-    )
+    bytes_read_to_prove: int  # besides `bytes_read`: what nothing else needed
+    rounded_tensors: int = 0  # that a cast changed for good, among the items that were not resumed
     rounded_elements: int = 0
     rounded_most: str | None = None  # the key with the most of them
-    rounded_and_kept: int = (
-        0  # further elements that a cast changed, of values that the output holds exactly too
-    )
+    rounded_and_kept: int = 0  # further elements, of values that the output holds exactly too
     replaced: str | None = None  # what stood at the output before: kind, files and bytes
+    output_verified: bool = False  # read back and compared before it was published
     directory: str = ""  # that holds the checkpoint's files
 
     @property
@@ -200,10 +196,14 @@ class Done(NamedTuple):
 
 
 class JobOutput(Protocol):
-    """What differs between a local directory and a folder of an object store. The order of calls stands in `run`."""
+    """What differs between a local directory and a folder of an object store. `run` has the order of calls."""
 
     token: str  # says whose the output is where no lock does: rank 0 draws it, all ranks get it
     scratch: Path | None  # where temporary files may lie
+
+    @property
+    def data(self) -> Path | None:
+        """Where what was written can be read before it is published; None: nowhere."""
 
     @property
     def replaced(self) -> str | None:
@@ -231,7 +231,7 @@ class JobOutput(Protocol):
         """Rank 0: what all ranks must know of files that not every one of them can see.
 
         In a store, None for those that an earlier process has written, and for those that several ranks write the
-        id of an upload that is begun for them.
+        id of an upload that is started for them.
         """
 
     def work(self, source: SourceReader, opened: Mapping[str, str | None]) -> Done:

@@ -9,7 +9,7 @@ What the safetensors library refuses is refused here too, so that no file means 
 not mean to others: other encodings than UTF-8, NaN, lone surrogates, sizes that overflow 64 bits on the way.
 
 torch's HuggingFaceStorageWriter lets every rank write its part of a model (`save_distributed`): rank R writes
-`shard-R-model-I-of-N.safetensors` for every file I that holds some of what it has. Where a part stands in its tensor
+`shard-R-model-I-of-N.safetensors` for every file I that holds some of what it has. Where a part lies in its tensor
 is in the header, in `__metadata__` under DCP_SHARDING_INFO: `{name: {"saved_offsets": [...]}}`, as JSON in a text.
 The whole tensor's shape is not stored: it is where its parts end.
 """
@@ -64,7 +64,7 @@ def lacking_files(names: Iterable[str]) -> list[str]:
 
 
 def what_is_not_told(names: Iterable[str]) -> str:
-    """What nobody can see in the ranks' parts `names`: that the last rows of all tensors are not there."""
+    """What the names of the ranks' parts cannot show: that the last rows of all tensors are missing."""
     ranks = {int(match[1]) for name in names if (match := _NAME.fullmatch(name))}
     if not ranks:
         return ""
@@ -317,7 +317,7 @@ def read_safetensors_header(files: Files, name: str) -> dict[str, TensorEntry]:
 
 
 def _read_header(files: Files, name: str) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """The tensors of one file, and the texts that stand beside them."""
+    """The tensors of one file, and the texts of its `__metadata__`."""
     path = path_in(files.location, name)
     size = files.size(name)
     length = int.from_bytes(files.read(name, 0, min(size, 8)), "little")
@@ -345,7 +345,7 @@ def _read_header(files: Files, name: str) -> tuple[dict[str, TensorEntry], dict[
 
 
 def _texts(stated: object) -> dict[str, str]:
-    """What stands beside tensors as texts, an alias of a tensor among them."""
+    """The `__metadata__` texts, among them aliases of tensors."""
     return {k: v for k, v in stated.items() if isinstance(v, str)} if isinstance(stated, dict) else {}
 
 

@@ -1,4 +1,4 @@
-"""JSON and YAML from strangers, as plain values: bounded in length, in depth, and in what aliases make of it."""
+"""JSON and YAML from untrusted sources, as plain values: bounded in length, depth and expanded aliases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 MAX_YAML_BYTES = 1 << 20  # its parser takes a hundred times the memory, and seconds; real ones have 20 kB
 MAX_DEPTH = 64
-_MAX_NODES = 1 << 20  # after every alias stands for what it names
+_MAX_NODES = 1 << 20  # after aliases are expanded
 
 
 class DocumentError(CkptError, ValueError):
@@ -41,8 +41,8 @@ def parse_yaml(data: bytes | str) -> Any:
 def parse_marked_yaml(data: bytes | str, *, ours: bool = False) -> tuple[Any, yaml.Node | None]:
     """The value of a YAML document, and its nodes, which know their lines.
 
-    `ours` are files of this package: libyaml reads them in a tenth of the time, and strangers' are not for it, whose
-    depth is bounded by the C stack alone.
+    `ours`: a file of this package. libyaml reads it in a tenth of the time, but it recurses on the C stack, so that
+    untrusted files are not given to it.
     """
     import yaml
 
@@ -62,7 +62,7 @@ def parse_marked_yaml(data: bytes | str, *, ours: bool = False) -> tuple[Any, ya
     except DocumentError:
         raise
     except (yaml.YAMLError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
-        raise DocumentError(  # values raise what they like
+        raise DocumentError(  # a value's constructor may raise anything
             f"it is not YAML: {' '.join(str(error).split())}"
         ) from None
     finally:
@@ -71,7 +71,7 @@ def parse_marked_yaml(data: bytes | str, *, ours: bool = False) -> tuple[Any, ya
 
 
 def _count_nodes(node: yaml.Node, depth: int, seen: dict[int, int]) -> int:
-    """Nodes below and including `node`, an aliased one as often as it is named; 0 in `seen`: being counted."""
+    """Nodes below and including `node`, an aliased one once for each alias; 0 in `seen`: being counted."""
     if depth > MAX_DEPTH:
         raise DocumentError(f"it is nested deeper than {MAX_DEPTH} levels")
     known = seen.get(id(node))

@@ -11,6 +11,5 @@
 * `param_groups`: the optimizer's groups, and which parameter is in which
 * `vocab`: padded vocabularies
 * `hybrid`: HybridModel and MambaModel: layers in the order of a pattern
-* `adapters`: low-rank adapters (LoRA): their keys, and which weights they are added to
-* `merged`: a model with adapters merged into its weights
+* `adapters`: low-rank adapters (LoRA): their keys, and a model with them merged into its weights
 """

@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA) in Megatron checkpoints: which tensors they are, and which weights they are added to.
 
-Megatron-Bridge (peft/utils.py `ParallelLinearAdapter`, peft/canonical_lora.py) and NeMo 2 put beside the weight of a
+Megatron-Bridge (peft/utils.py `ParallelLinearAdapter`, peft/canonical_lora.py) and NeMo 2 put next to the weight of a
 linear its A (`linear_in`) and B (`linear_out`), layers stacked as its weights are::
 
     decoder.layers.self_attention.linear_qkv.adapter.linear_in.weight         (layers, rank, in)
@@ -19,14 +19,18 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeGuard
 
-from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems, raise_if
+from ckpt_tools.megatron.huggingface.config.megatron_args import read_model_args
 from ckpt_tools.megatron.keys import EXPERTS, expert_of, role_of, stacked_layers, strip_wrappers
-from ckpt_tools.model.catalog import Catalog, TensorEntry, Value, concat
+from ckpt_tools.model.catalog import Catalog, Made, TensorEntry, Value, concat, made_entry
 from ckpt_tools.model.dtypes import CASTABLE
+from ckpt_tools.model.kernels.low_rank import AddLowRank
+from ckpt_tools.model.model import Model, Parameter
+from ckpt_tools.model.roles import WEIGHT
 from ckpt_tools.model.views import Select
 
 WRAPPED = ".to_wrap."
@@ -115,10 +119,7 @@ def sort_out(catalog: Catalog) -> AdapterTensors:
             problems.append(f"{key}: not a matrix of a low-rank adapter")
         else:
             others[key] = entry
-    if problems:
-        raise UnsupportedCheckpointError(
-            f"{catalog.root} holds adapters that are not merged here:\n" + list_problems(problems), problems
-        )
+    raise_if(problems, UnsupportedCheckpointError, f"{catalog.root} holds adapters that are not merged here")
     return AdapterTensors(factors, others)
 
 
@@ -138,7 +139,6 @@ def adapter_name(key: str) -> FactorName | None:
 
 
 def read_adapters(tensors: AdapterTensors, how: AdapterSettings) -> list[Adapter]:
-    """The adapters of a checkpoint, layers one by one."""
     found: list[Adapter] = []
     problems = [
         f"{entry.key}: its linear_out is missing"
@@ -154,8 +154,7 @@ def read_adapters(tensors: AdapterTensors, how: AdapterSettings) -> list[Adapter
             found += _layers(name, into, out, how)
         except MappingError as error:
             problems.append(str(error))
-    if problems:
-        raise MappingError("the adapter is not whole:\n" + list_problems(problems), problems)
+    raise_if(problems, MappingError, "the adapter is not whole")
     _refuse_lost_experts(found, how.expert_ranks)
     return found
 
@@ -205,10 +204,10 @@ def _layers(name: FactorName, into: TensorEntry, out: TensorEntry, how: AdapterS
 
 
 def _row_order(name: FactorName, out: TensorEntry, how: AdapterSettings) -> list[tuple[int, int]]:
-    """The (first, count) of rows of B in the order of the rows it is added to; none where they stand so.
+    """The (first, count) of rows of B in the order of the rows it is added to; none if they are in that order.
 
     Bridge stores B of every fc1 as if it had a gate (`apply_swiglu_sharded_factory`): of each tensor-parallel rank's
-    rows the first half stands in the first half of the tensor. That is the order of a gated fc1. For the gate or up
+    rows the first half is in the first half of the tensor. That is the order of a gated fc1. For the gate or up
     alone, or without a gate, the halves belong together again; chunks show how many ranks there were.
     """
     rows = out.shape[-2]
@@ -240,3 +239,126 @@ def _refuse_lost_experts(adapters: Iterable[Adapter], expert_ranks: int | None) 
             + list_problems(shared[:4]),
             shared[:4],
         )
+
+
+# ---- a model with adapters merged into its weights
+
+
+class Rows(NamedTuple):
+    """`size` rows from `start` of a weight."""
+
+    start: int
+    size: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.size
+
+
+def merged_model(model: Model, adapters: Sequence[Adapter], alpha: float) -> Model:
+    """The weights of `model` with every adapter's part added, and nothing of its optimizer.
+
+    Where fp32 masters are there, a part is added to the master, rounded to float32, and the weight is the rounding of
+    that, as it is in every checkpoint that a job writes; else it is added to the weight and rounded once.
+    """
+    of: dict[str, list[Adapter]] = {}
+    for adapter in adapters:
+        of.setdefault(adapter.base, []).append(adapter)
+    names = {p.name for p in model.parameters}
+    problems = [f"{a.label}: the base has no such weight" for a in adapters if a.base not in names]
+    made: dict[str, TensorEntry] = {}
+    parameters = []
+    for parameter in model.parameters:
+        its = [a for a in of.get(parameter.name, ()) if a.expert in (None, parameter.expert)]
+        weight = parameter.weight
+        try:
+            weight = _merged(parameter, its, alpha, made, model) if its else weight
+        except (MappingError, ValueError) as error:
+            problems.append(f"{parameter.name}: {error}")
+        parameters.append(replace(parameter, values={WEIGHT: weight}))
+    raise_if(problems, MappingError, "the adapter does not fit the base")
+    catalog = replace(model.catalog, tensors={**model.catalog.tensors, **made})
+    return replace(
+        model,
+        catalog=catalog,
+        parameters=tuple(parameters),
+        optimizer_layout=None,
+        groups=(),
+        own_optimizer=None,
+    )
+
+
+def _merged(
+    parameter: Parameter,
+    adapters: Iterable[Adapter],
+    alpha: float,
+    made: dict[str, TensorEntry],
+    model: Model,
+) -> Value:
+    """The weight with the parts of its adapters added; `made` gets the tensors that are computed for it."""
+    main, weight = parameter.main, parameter.weight
+    if main.dtype not in CASTABLE or len(main.shape) != 2:
+        raise MappingError(f"nothing is added to a {main.dtype} tensor of shape {main.shape}")
+    name = parameter.name if parameter.expert is None else f"{parameter.name} of expert {parameter.expert}"
+    parts: dict[int, Value] = {}  # by their first row
+    free = [Rows(0, main.shape[0])]
+    for adapter in adapters:
+        rows = rows_of(adapter, parameter, model.common.args or model.common.model_config)
+        key = f"{name} with its adapter{f' ({adapter.part})' if adapter.part else ''}"
+        base = concat(name, [main.rows(*r) for r in rows])
+        wide = "float64" if main.dtype == "float64" else "float32"
+        inputs = (replace(base, dtype=wide), adapter.left, adapter.right)
+        factors = tuple(value.sources[0].key for value in (adapter.left, adapter.right))
+        kernel = AddLowRank(main.dtype, alpha / adapter.rank, (factors[0], factors[1]))
+        made[key] = made_entry(key, Made(kernel, inputs))
+        at = 0
+        for start, size in rows:
+            parts[start] = replace(made[key].value.rows(at, size), dtype=weight.dtype)
+            at += size
+        free = [part for one in free for part in _without(one, rows)]
+    parts |= {rows.start: weight.rows(*rows) for rows in free}
+    return concat(name, [parts[start] for start in sorted(parts)])
+
+
+def _without(one: Rows, taken: Iterable[Rows]) -> Iterable[Rows]:
+    start = one.start
+    for rows in sorted(taken):
+        if rows.stop <= start or rows.start >= one.stop:
+            continue
+        if rows.start > start:
+            yield Rows(start, rows.start - start)
+        start = max(start, rows.stop)
+    if start < one.stop:
+        yield Rows(start, one.stop - start)
+
+
+def rows_of(adapter: Adapter, parameter: Parameter, args: Mapping[str, object]) -> list[Rows]:
+    """The rows of a weight that an adapter is added to, in the order of the adapter's.
+
+    linear_qkv has the queries, the key and the value of each query group one after another (Bridge
+    peft/canonical_lora.py `_interleave_qkv`), linear_fc1 the gate and then the up half.
+    """
+    whole, part = parameter.shape[0], adapter.part
+    if part in ("q", "k", "v"):
+        model = read_model_args(args)
+        queries, dim = (
+            model.num_attention_heads // model.num_query_groups * model.kv_channels,
+            model.kv_channels,
+        )
+        size, offset = {"q": (queries, 0), "k": (dim, queries), "v": (dim, queries + dim)}[part]
+        step = queries + 2 * dim
+        found = [Rows(g * step + offset, size) for g in range(model.num_query_groups)]
+        whole -= step * model.num_query_groups
+        if whole:
+            raise MappingError(
+                f"{parameter.shape[0]} rows are not those of {model.num_query_groups} query groups"
+            )
+    elif part:
+        found = [Rows(whole // 2 * (part == "up"), whole // 2)]
+    else:
+        found = [Rows(0, whole)]
+    wanted = (sum(rows.size for rows in found), parameter.shape[1])
+    shape = (adapter.left.shape[0], adapter.right.shape[1])
+    if shape != wanted:
+        raise MappingError(f"its adapter{part and f' ({part})'} makes {shape}, where the weight has {wanted}")
+    return found

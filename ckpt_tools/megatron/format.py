@@ -54,7 +54,7 @@ class Format:
         roles: what every tensor is, by key.
         parameters: the parameter of each key that is not named for its own.
         weights: the model's weights, layers apart.
-        without_optimizer: the keys of a weights-only checkpoint: of weights, and of what models keep beside these.
+        without_optimizer: the keys of a weights-only checkpoint: of weights, and of what models keep besides these.
         layout: the name of the optimizer's layout.
         rng_ranks: the (pp, tp) ranks whose rng states are stored.
         is_run: a job of Megatron saves it, in the root of a run, with its arguments and counters.

@@ -24,13 +24,11 @@ _NAMED_BY = ("is_hybrid_model", "hybrid_layer_pattern", "hybrid_override_pattern
 
 
 def says_hybrid(settings: Mapping[str, Any]) -> bool:
-    """Whether a run's own settings name a HybridModel."""
     spec = str(settings.get("spec") or "")
     return any(map(settings.get, _NAMED_BY)) or "hybrid" in spec or "mamba" in spec
 
 
 def is_hybrid(names: Iterable[str]) -> bool:
-    """Whether the names of a model's parameters are a HybridModel's."""
     return any(map(_FINAL_NORM.match, names))
 
 
@@ -43,9 +41,9 @@ def as_gpt(
     A model of other layers is left as it is, and its settings name the layers that its weights have.
     """
     pattern = _pattern(parameters)
-    told = settings.get("hybrid_layer_pattern") or settings.get("hybrid_override_pattern")
-    if told and re.sub(r"[|\s]", "", str(told)).partition("/")[0] != pattern:
-        raise MappingError(f"the args say hybrid pattern {told!r}, the weights have layers {pattern!r}")
+    declared = settings.get("hybrid_layer_pattern") or settings.get("hybrid_override_pattern")
+    if declared and re.sub(r"[|\s]", "", str(declared)).partition("/")[0] != pattern:
+        raise MappingError(f"the args say hybrid pattern {declared!r}, the weights have layers {pattern!r}")
     layers = len(pattern) // 2
     unset = dict.fromkeys(_NAMED_BY)
     if pattern.replace("E", "-") != "*-" * layers:
@@ -65,7 +63,7 @@ def _pattern(names: Iterable[str]) -> str:
             kinds.setdefault(number, set()).update(
                 "E" if leaf.startswith(_EXPERTS) else _KINDS.get(module, "")
             )
-    # the rest of a layer of experts looks like an MLP, and a Falcon-H1's layer has attention and an MLP beside Mamba
+    # the rest of a layer of experts looks like an MLP, and a Falcon-H1's layer has attention and an MLP next to Mamba
     whole = {"P": set("*-"), "E": set("-")}
     found = {
         number: kind - next((rest for one, rest in whole.items() if one in kind), set())

@@ -25,9 +25,6 @@
     optimizer.state.module.module.module.decoder.layers.0.mlp.linear_fc1.weight_w.exp_avg
     optimizer.param_to_group_meta.module.module.module.decoder.layers.0.mlp.linear_fc1.weight.lr
     opt_param_scheduler.max_lr, rng_state.(0, 1).0.np_rng_state.0, optimizer.grad_scaler.scale, args, iteration
-    kept.optimizer.state.module.module.module.decoder.layers.0.mlp.linear_fc1.weight_w.momentum_buffer
-                                                                  ours: a state that Megatron-FSDP does not ask for
-    kept.decoder.layers.mlp.linear_fc1._extra_state/shard_0_2     ours: an object of the torch_dist source, as stored
 
 Group-map dumps (`--dump-param-to-param-group-map`) name live parameters behind their wrappers::
 
@@ -64,7 +61,7 @@ STEP = "step"
 BUFFERS = (".expert_bias", ".local_tokens_per_expert")
 
 # Modules of transformers that Megatron-Bridge's vision-language models hold as they are: whole on every rank, layer
-# by layer, and without what Megatron's own modules store beside their weights.
+# by layer, and without what Megatron's own modules store besides weights.
 OF_TRANSFORMERS = (
     "visual",
     "vision_tower",
@@ -155,7 +152,7 @@ class BucketObject(NamedTuple):
 
 
 class ObjectShard(NamedTuple):
-    """One shard of an object: where it stands in the grid of all, a number an axis."""
+    """One shard of an object: where it is in the grid of all, a number an axis."""
 
     name: str
     place: tuple[int, ...]
@@ -232,7 +229,6 @@ def stacked_layers(key: str) -> list[int]:
 
 
 def layer_of(name: str) -> Layer | None:
-    """The layer that a name is of; None for names outside of layers."""
     match = _LAYER.search(name)
     return Layer(name[: match.start(1)], int(match[1]), name[match.end() :]) if match else None
 
@@ -260,7 +256,6 @@ def one_expert(name: str, expert: int | None) -> str:
 
 
 def has_expert_axis(key: str) -> bool:
-    """Whether the tensor with this key holds all experts of its layer."""
     return EXPERTS in key and expert_of(key)[1] is None
 
 
@@ -280,22 +275,18 @@ class ParameterKey(NamedTuple):
 
 
 class GroupKey(NamedTuple):
-    """One field of a parameter's group."""
-
     name: str
     field: str
 
 
 class RngKey(NamedTuple):
-    """A leaf of one rank's rng states."""
-
     pp: int
     tp: int
     rest: str
 
 
 def model_name(key: str) -> str | None:
-    """The parameter or buffer whose value stands under `model.*`; None for other keys."""
+    """The parameter or buffer whose value is under `model.*`; None for other keys."""
     match = _MODEL.fullmatch(key)
     return match["name"] if match else None
 
@@ -446,7 +437,7 @@ _TRAILING_NUMBER = re.compile(r"(?:(?<=weight)|(?<=bias))\d{1,9}$")  # of an exp
 
 
 class Part(NamedTuple):
-    """Where in a model a tensor stands; `leaf` is the same for all layers and experts."""
+    """Where in a model a tensor is; `leaf` is the same for all layers and experts."""
 
     block: str  # `decoder.layers`; "" outside of layers
     layer: int | None
@@ -459,7 +450,6 @@ class Part(NamedTuple):
 
 
 def part_of(name: str) -> Part:
-    """Where in a model a tensor of this name stands."""
     layer = layer_of(name)
     if layer is not None:
         return Part(layer.block.rstrip("."), layer.number, _same_for_all(layer.leaf))

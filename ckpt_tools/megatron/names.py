@@ -73,8 +73,7 @@ DIALECTS: dict[DialectName, Dialect] = {
 
 
 def dialect_named(name: str) -> Dialect:
-    """The dialect of a program."""
-    found = next((dialect for known, dialect in DIALECTS.items() if known == name), None)
+    found = next((dialect for dialect in DIALECTS.values() if dialect.name == name), None)
     if found is None:
         raise UsageError(f"unknown target {name!r}; known targets are {', '.join(DIALECTS)}")
     return found

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.errors import MappingError, raise_if
 from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter
 from ckpt_tools.megatron.keys import split_half, strip_wrappers
 
@@ -55,7 +55,7 @@ def derive_memberships(
     """Group of every parameter, by its group name."""
     if not groups:
         raise MappingError(
-            "the checkpoint stores no optimizer parameter groups, so nothing tells which parameter is in which; "
+            "the checkpoint stores no optimizer parameter groups, so which parameter is in which is unknown; "
             "give a map with --param-to-param-group-map-json, or convert with --weights-only"
         )
     if rules.use_mup:
@@ -66,7 +66,7 @@ def derive_memberships(
     memberships: dict[str, Membership] = {}
     problems = []
     fit: dict[tuple[tuple[str, object], ...], list[int]] = {}  # of the few attributes that are wanted
-    member = cache(Membership)  # alike for tens of thousands
+    member = cache(Membership)  # equal for tens of thousands
     for parameter in parameters:
         wanted, rule = _wanted(parameter, rules)
         asked = tuple(wanted.items())
@@ -78,12 +78,12 @@ def derive_memberships(
             problems.append(f"{parameter.group_name} (wants {wanted}; {rule}) fits {found}")
         else:
             memberships[parameter.group_name] = member(fitting[0], rule)
-    if problems:
-        raise MappingError(
-            "the parameter groups cannot be derived from the checkpoint; dump the map from the training job and "
-            "give it with --param-to-param-group-map-json:\n" + list_problems(problems),
-            problems,
-        )
+    raise_if(
+        problems,
+        MappingError,
+        "the parameter groups cannot be derived from the checkpoint; dump the map from the training job and "
+        "give it with --param-to-param-group-map-json",
+    )
     return memberships
 
 
@@ -133,49 +133,34 @@ def merge_map(
     Names of a map may carry any number of leading `module.` or `model.` segments. Names absent from the map keep
     their derived group, or are an error when `strict`.
     """
-    wanted = {strip_wrappers(name): group for name, group in given.items()}
-    known = set(names)
-    problems = [f"{name}: no such parameter" for name in wanted if _unsplit(name) not in known]
+    # NVIDIA's converter asks for the `_w` and `_v` of a parameter too
+    pairs = [(split_half(strip_wrappers(name))[0], group) for name, group in given.items()]
+    wanted, known = dict(pairs), set(names)
+    problems = [f"{name}: no such parameter" for name in wanted if name not in known]
     problems += [
         f"{name}: group {group!r}, but the checkpoint has groups 0 to {len(groups) - 1}"
-        for name, group in wanted.items()
+        for name, group in pairs
         if not isinstance(group, int) or isinstance(group, bool) or not 0 <= group < len(groups)
     ]
-    wanted = {_unsplit(name): group for name, group in wanted.items()}
     absent = [name for name in names if name not in wanted]
     if strict:
         problems += [f"{name}: not in the map (--strict-map)" for name in absent]
     elif derived is None:
         problems += [f"{name}: not in the map, and its group cannot be derived" for name in absent]
-    if problems:
-        raise MappingError(
-            "the parameter group map does not fit the checkpoint:\n" + list_problems(problems), problems
-        )
-    _refuse_contradictions(derived or {}, wanted, groups)
+    raise_if(problems, MappingError, "the parameter group map does not fit the checkpoint")
+    # groups with the same fields are one group, whichever of them a map names
+    contradictions = [
+        f"{name}: group {group} in the map, but group {derived[name].group} by the checkpoint ({derived[name].rule})"
+        for name, group in wanted.items()
+        if derived and name in derived and dict(groups[group]) != dict(groups[derived[name].group])
+    ]
+    raise_if(
+        contradictions,
+        MappingError,
+        "the parameter group map contradicts the groups' own attributes: it is of another run, or its ids are "
+        "mixed up. Leave it out, or dump it again from the job that wrote the checkpoint",
+    )
     merged = {name: Membership(group, "the given map") for name, group in wanted.items()}
     merged |= {name: derived[name] for name in absent if derived is not None}
     notes = [f"{name}: not in the given map, group {merged[name].group} derived" for name in absent]
     return {name: merged[name] for name in names}, notes
-
-
-def _refuse_contradictions(
-    derived: Mapping[str, Membership], wanted: Mapping[str, int], groups: Sequence[Group]
-) -> None:
-    """Groups with the same fields are one group, whichever of them a map names."""
-    problems = [
-        f"{name}: group {group} in the map, but group {derived[name].group} by the checkpoint ({derived[name].rule})"
-        for name, group in wanted.items()
-        if name in derived and dict(groups[group]) != dict(groups[derived[name].group])
-    ]
-    if problems:
-        raise MappingError(
-            "the parameter group map contradicts the groups' own attributes: it is of another run, or its ids are "
-            "mixed up. Leave it out, or dump it again from the job that wrote the checkpoint:\n"
-            + list_problems(problems),
-            problems,
-        )
-
-
-def _unsplit(name: str) -> str:
-    """NVIDIA's converter asks for `_w` and `_v` entries too; both name the same parameter."""
-    return split_half(name)[0]

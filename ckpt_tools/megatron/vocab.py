@@ -31,7 +31,7 @@ class VocabChange:
 class Vocabulary(NamedTuple):
     """How many rows are stored, and the tensor-parallel sizes whose jobs pad the vocabulary to just as many.
 
-    Where nothing tells the number of real tokens (`is_exact` False) there may be fewer such sizes.
+    Where the number of real tokens is unknown (`is_exact` False) there may be fewer such sizes.
     """
 
     rows: int
@@ -72,10 +72,10 @@ def vocabulary(
 
     `tokens` is the number of real ones where it is known better than `args` tell.
     """
-    rows = next((shape[0] for name, shape in shapes if is_vocab(name) and shape), None)
+    rows = next((shape[0] for name, shape in shapes if name.endswith(VOCAB_NAMES) and shape), None)
     if rows is None:
         return None
-    told = told_tokens(args) if tokens is None else (tokens,)
+    possible = told_tokens(args) if tokens is None else (tokens,)
     multiple, heads = (
         count_of(args.get(name)) for name in ("make_vocab_size_divisible_by", "num_attention_heads")
     )
@@ -86,14 +86,9 @@ def vocabulary(
         for tp in range(1, min(heads or rows // multiple, _MAX_TP) + 1)
         if (heads is None or heads % tp == 0)  # Megatron asks for it
         and rows % (multiple * tp) == 0
-        and all(padded_rows(t, multiple, tp) == rows for t in told)
+        and all(padded_rows(t, multiple, tp) == rows for t in possible)
     )
-    return Vocabulary(rows, multiple, tuple(sizes), bool(told))
-
-
-def is_vocab(name: str) -> bool:
-    """Whether a live name is a tensor whose rows are tokens."""
-    return name.endswith(VOCAB_NAMES)
+    return Vocabulary(rows, multiple, tuple(sizes), bool(possible))
 
 
 def resize_vocab(parameters: Sequence[LiveParameter], rows: int, vocab_size: int | None) -> VocabChange:
@@ -102,7 +97,7 @@ def resize_vocab(parameters: Sequence[LiveParameter], rows: int, vocab_size: int
     `vocab_size` is the number of real tokens where it is known; then cutting is proven by it alone, and `cut` is
     empty.
     """
-    found = {p.name: p.shape[0] for p in parameters if is_vocab(p.name)}
+    found = {p.name: p.shape[0] for p in parameters if p.name.endswith(VOCAB_NAMES)}
     if not found:
         raise MappingError("--vocab-size-padded: the model has no word embedding and no output layer")
     if len(set(found.values())) > 1:
@@ -110,7 +105,13 @@ def resize_vocab(parameters: Sequence[LiveParameter], rows: int, vocab_size: int
     if vocab_size is not None and rows < vocab_size:
         raise UsageError(f"--vocab-size-padded {rows} is less than the {vocab_size} tokens of the vocabulary")
     before = next(iter(found.values()))
-    changed = [_with_rows(p, rows) if p.name in found else p for p in parameters]
+    changed = [
+        # vocabulary tensors are never fused
+        replace(p, shape=(rows, *p.shape[1:]), rows=(p.rows[0]._replace(count=min(p.shape[0], rows)),))
+        if p.name in found
+        else p
+        for p in parameters
+    ]
     what = f"{before} -> {rows} rows in {', '.join(found)}"
     notes = (
         ()
@@ -119,9 +120,3 @@ def resize_vocab(parameters: Sequence[LiveParameter], rows: int, vocab_size: int
     )
     cut = tuple(found) if rows < before and vocab_size is None else ()
     return VocabChange(changed, cut, rows, notes)
-
-
-def _with_rows(parameter: LiveParameter, rows: int) -> LiveParameter:
-    (whole,) = parameter.rows  # vocabulary tensors are never fused
-    kept = whole._replace(count=min(whole.count, rows))
-    return replace(parameter, shape=(rows, *parameter.shape[1:]), rows=(kept,))

@@ -53,6 +53,26 @@ class Box(NamedTuple):
         """This box in coordinates whose zero is `origin.start`."""
         return Box(tuple([a - o for a, o in zip(self.start, origin.start, strict=True)]), self.size)
 
+    def without_axis(self, axis: int) -> Box:
+        return Box(
+            self.start[:axis] + self.start[axis + 1 :],
+            self.size[:axis] + self.size[axis + 1 :],
+        )
+
+    def with_axis(self, axis: int, index: int) -> Box:
+        """With a further axis in front of number `axis`, of which only `index` is inside."""
+        return Box(
+            (*self.start[:axis], index, *self.start[axis:]),
+            (*self.size[:axis], 1, *self.size[axis:]),
+        )
+
+    def along(self, axis: int, start: int, size: int) -> Box:
+        """With another extent along an axis."""
+        return Box(
+            (*self.start[:axis], start, *self.start[axis + 1 :]),
+            (*self.size[:axis], size, *self.size[axis + 1 :]),
+        )
+
     def contains(self, other: Box) -> bool:
         """Whether every element of `other` lies in this box."""
         return all(

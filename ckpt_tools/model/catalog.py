@@ -1,6 +1,6 @@
 """What a checkpoint holds: tensors, their chunks, and objects, as plain data.
 
-A view (`Value`) moves bytes; a kernel (`Made`) computes a tensor, whose entry stands in the catalog like that of a
+A view (`Value`) moves bytes; a kernel (`Made`) computes a tensor, whose entry is in the catalog like that of a
 stored one, so that views show it as any other.
 
 A catalog says where every item's bytes lie but not what its keys mean. Items are addressed with their
@@ -122,7 +122,7 @@ class Made:
 class TensorEntry:
     """A tensor of global `shape` (elements per dimension): stored, tiled by its chunks, or `made` by a kernel.
 
-    No file holds a made tensor; readers put it into a catalog beside the tensors that it is made of.
+    No file holds a made tensor; readers put it into a catalog with the tensors that it is made of.
     """
 
     key: str
@@ -177,7 +177,7 @@ class Catalog:
     metadata_class: str = "torch.distributed.checkpoint.metadata.Metadata"
     metadata_version: str | None = None
     derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What was worked out from this catalog, so that it is done once; one made by `replace` begins anew."""
+    """What was worked out from this catalog, so that it is done once; one made by `replace` starts empty."""
 
     def stored_keys(self, key: str) -> tuple[str, ...]:
         """The key itself, or those of the stored tensors that a made one is computed from."""

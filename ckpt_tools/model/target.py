@@ -71,7 +71,7 @@ class Target:
 def kept_exactly(tensors: Sequence[TargetTensor], catalog: Catalog) -> frozenset[tuple[str, str]]:
     """(tensor, source tensor) of the casts that lose nothing: another target tensor shows the same without rounding.
 
-    So it is with weights that are the rounding of masters written beside them.
+    So it is with weights that are the rounding of masters written with them.
     """
 
     def is_rounded(target: TargetTensor, source: Source) -> bool:
@@ -92,20 +92,18 @@ def rebase(
     `stored` are the shapes of the stored tensors. Sources of which a view shows nothing are left out: the up half
     of a gated weight has no part in the gate.
     """
+
+    def through(old: Source) -> Iterable[Source]:
+        sources = [Source(source.key, (*source.view, *old.view)) for source in bases[old.key].sources]
+        if len(sources) == 1:
+            return sources
+        return [s for s in sources if push_piece(s.view, chunk_piece(full_box(stored[s.key])))]
+
     return [
         replace(
             target,
-            sources=tuple(
-                source for old in target.sources for source in _through(old, bases[old.key], stored)
-            ),
+            sources=tuple([source for old in target.sources for source in through(old)]),
             zero_filled=target.zero_filled or any(bases[old.key].zero_filled for old in target.sources),
         )
         for target in targets
     ]
-
-
-def _through(old: Source, base: Value, stored: Mapping[str, Shape]) -> Sequence[Source]:
-    found = [Source(source.key, (*source.view, *old.view)) for source in base.sources]
-    if len(found) == 1:
-        return found
-    return [s for s in found if push_piece(s.view, chunk_piece(full_box(stored[s.key])))]

@@ -62,18 +62,14 @@ class Narrow(NamedTuple):
         return (*shape[: self.axis], self.size, *shape[self.axis + 1 :])
 
     def pull(self, box: Box) -> Box:
-        start = list(box.start)
-        start[self.axis] += self.start
-        return Box(tuple(start), box.size)
+        return box.along(self.axis, box.start[self.axis] + self.start, box.size[self.axis])
 
     def push(self, piece: Piece) -> Iterator[Piece]:
-        start, size = list(piece.box.start), list(piece.box.size)
-        start[self.axis], size[self.axis] = self.start, self.size
-        kept = piece.crop(Box(tuple(start), tuple(size)))
+        kept = piece.crop(piece.box.along(self.axis, self.start, self.size))
         if kept is not None:
-            delta = [0] * len(start)
-            delta[self.axis] = -self.start
-            yield kept._replace(box=kept.box.shift(delta))
+            box = kept.box
+            moved = box.along(self.axis, box.start[self.axis] - self.start, box.size[self.axis])
+            yield kept._replace(box=moved)
 
 
 class Select(NamedTuple):
@@ -88,20 +84,13 @@ class Select(NamedTuple):
         return shape[: self.axis] + shape[self.axis + 1 :]
 
     def pull(self, box: Box) -> Box:
-        a = self.axis
-        return Box(
-            (*box.start[:a], self.index, *box.start[a:]),
-            (*box.size[:a], 1, *box.size[a:]),
-        )
+        return box.with_axis(self.axis, self.index)
 
     def push(self, piece: Piece) -> Iterator[Piece]:
-        (start, size), _, strides = piece
-        a = self.axis
-        before, behind = (start[:a], size[:a]), (start[a + 1 :], size[a + 1 :])
-        kept = piece.crop(Box((*before[0], self.index, *behind[0]), (*before[1], 1, *behind[1])))
+        a, strides = self.axis, piece.strides
+        kept = piece.crop(piece.box.along(a, self.index, 1))
         if kept is not None:
-            box = Box(before[0] + behind[0], before[1] + behind[1])
-            yield Piece(box, kept.offset, strides[:a] + strides[a + 1 :])
+            yield Piece(kept.box.without_axis(a), kept.offset, strides[:a] + strides[a + 1 :])
 
 
 class Permute(NamedTuple):
@@ -205,17 +194,11 @@ class Insert(NamedTuple):
         return (*shape[: self.axis], 1, *shape[self.axis :])
 
     def pull(self, box: Box) -> Box:
-        a = self.axis
-        return Box(box.start[:a] + box.start[a + 1 :], box.size[:a] + box.size[a + 1 :])
+        return box.without_axis(self.axis)
 
     def push(self, piece: Piece) -> Iterator[Piece]:
-        (start, size), offset, strides = piece
-        a = self.axis
-        yield Piece(
-            Box((*start[:a], 0, *start[a:]), (*size[:a], 1, *size[a:])),
-            offset,
-            (*strides[:a], 0, *strides[a:]),
-        )
+        a, strides = self.axis, piece.strides
+        yield Piece(piece.box.with_axis(a, 0), piece.offset, (*strides[:a], 0, *strides[a:]))
 
 
 class Place(NamedTuple):

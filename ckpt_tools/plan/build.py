@@ -5,7 +5,7 @@ Safetensors files have headers as blobs and bare payloads. Wider element types c
 aligned to its own width.
 
 A copy moves whole files as bytes. They are cut where a checksum of their writer begins and ends: a run that is a
-payload carries the checksum that stands in its archive, so that carrying out the plan proves it; frames and headers
+payload carries the checksum in its archive, so that carrying out the plan proves it; frames and headers
 between payloads carry none.
 """
 
@@ -92,11 +92,11 @@ def _pieces(tables: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
     """The JSON of a list of dicts."""
     for number, table in enumerate(tables):
         yield b",{" if number else b"[{"
-        rows, begun = iter(table.items()), False
+        rows, separator = iter(table.items()), b""
         while part := dict(islice(rows, _BATCH)):
-            yield b"," if begun else b""
+            yield separator
             yield orjson.dumps(part, default=list)[1:-1]  # a named tuple is a list, as for `json`
-            begun = True
+            separator = b","
         yield b"}"
     yield b"]"
 
@@ -159,7 +159,7 @@ class _Files:
     """The files of every target rank and the next free place in each, in bytes.
 
     A thread writes one file at a time, as file systems let only one write into a file; so that all threads have
-    work, a rank's items stand in files `__<rank>_0.distcp`, `__<rank>_1.distcp` and so on, a next one from
+    work, a rank's items go into files `__<rank>_0.distcp`, `__<rank>_1.distcp` and so on, a next one from
     `FILE_BYTES` on.
     """
 
@@ -208,7 +208,12 @@ def build_plan(
         only: a target rank, to plan its file alone; `placement` then gives boxes of that rank, and nothing
             shows that the boxes of all ranks tile the tensors.
     """
-    _check_unique(target)
+    entries: list[TargetObject | InlineTensor | TargetTensor] = [
+        *target.objects, *target.inline, *target.tensors
+    ]  # fmt: skip
+    twice = [key for key, count in Counter(t.key for t in entries).items() for _ in range(count - 1)]
+    if twice:
+        raise MappingError("the target has keys more than once:\n" + list_problems(twice), twice)
     files = _Files(world)
     fixed = _place_blobs(target, blobs, files) if only in (None, 0) else ()
     maker = _Items(catalog, files, whole=only is None)
@@ -221,10 +226,10 @@ def build_plan(
         except (MappingError, CorruptCheckpointError) as error:
             problems.append(error)
     raise_all(problems)
-    info = cache(TensorInfo)  # alike for hundreds of thousands
+    info = cache(TensorInfo)  # the same for hundreds of thousands
     tensors = {t.key: info(t.dtype, t.shape) for t in target.inline}
     tensors |= {t.key: info(t.dtype, t.shape) for t in target.tensors}
-    paths = {t.key: t.path or (t.key,) for t in _entries(target)}
+    paths = {t.key: t.path or (t.key,) for t in entries}
     sizes = files.sizes()
     ordered = tuple(item for share in items for item in share)
     digest = plan_digest(ordered, fixed, sizes, tensors, paths, original_shapes)
@@ -263,7 +268,7 @@ class _ItemForm(NamedTuple):
 
 
 class _Items:
-    """Makes the items of one target tensor after another, and makes what is alike only once."""
+    """Makes the items of one target tensor after another, and what several share only once."""
 
     def __init__(self, catalog: Catalog, files: _Files, whole: bool) -> None:
         self._finder, self._files, self._whole = ChunkFinder(catalog), files, whole
@@ -272,13 +277,16 @@ class _Items:
     def of(self, tensor: TargetTensor, boxes: Sequence[tuple[int, Box]]) -> Iterator[tuple[int, OutputItem]]:
         """(target rank, item) of every box."""
         if not boxes and not self._whole:
-            return  # nothing of it stands in the one file that is planned
+            return  # nothing of it is in the one file that is planned
         reader = TargetReader(self._finder, tensor)
         key = (*reader.geometry(), *boxes)
         forms = self._known.get(key)
         if forms is None:
-            if self._whole:
-                _prove_tiling(tensor, boxes)
+            problem = tiling_problem(full_box(tensor.shape), [b for _, b in boxes]) if self._whole else None
+            if problem:
+                raise MappingError(
+                    f"{tensor.key}: its placement does not tile shape {tensor.shape}: {problem}"
+                )
             forms = self._known[key] = list(_item_forms(reader, boxes))
         for rank, box, length, zeros, parts in forms:
             transfers = [transfer(reader, at, how, box) for at, how in parts]
@@ -303,12 +311,6 @@ def _as_in_source(first: Transfer | Computation, tensor: TargetTensor, box: Box)
     return None if start % ALIGNMENT or first.item.bare else start
 
 
-def _prove_tiling(tensor: TargetTensor, boxes: Sequence[tuple[int, Box]]) -> None:
-    problem = tiling_problem(full_box(tensor.shape), [box for _, box in boxes])
-    if problem:
-        raise MappingError(f"{tensor.key}: its placement does not tile shape {tensor.shape}: {problem}")
-
-
 def _item_forms(reader: TargetReader, boxes: Sequence[tuple[int, Box]]) -> Iterator[_ItemForm]:
     tensor = reader.target
     for number, (rank, box) in enumerate(boxes):
@@ -318,17 +320,6 @@ def _item_forms(reader: TargetReader, boxes: Sequence[tuple[int, Box]]) -> Itera
         parts = [(at, strategy(reader, at, box)) for at in found]
         zeros = box.volume - sum(at.piece.box.volume for at in found)
         yield _ItemForm(rank, box, tensor_frame(tensor.dtype, box.size).length, zeros, tuple(parts))
-
-
-def _entries(target: Target) -> list[TargetObject | InlineTensor | TargetTensor]:
-    return [*target.objects, *target.inline, *target.tensors]
-
-
-def _check_unique(target: Target) -> None:
-    keys = [t.key for t in _entries(target)]
-    if len(set(keys)) < len(keys):
-        twice = [key for key, count in Counter(keys).items() for _ in range(count - 1)]
-        raise MappingError("the target has keys more than once:\n" + list_problems(twice), twice)
 
 
 def raise_all(problems: Sequence[MappingError | CorruptCheckpointError]) -> None:
@@ -435,7 +426,7 @@ class RawFile(NamedTuple):
 
 
 def build_copy_plan(files: Mapping[str, RawFile]) -> Plan:
-    """The plan that writes each file as it is."""
+    """The plan that copies each file unchanged."""
     items: list[OutputItem] = []
     blobs: list[OutputBlob] = []
     for name, file in files.items():
@@ -481,7 +472,7 @@ CAST_COST, COMPUTE_COST = 4, 6
 def worker_share(items: Sequence[OutputItem], worker: int, workers: int) -> range:
     """Numbers of the items whose middle falls into the worker's part of the total cost.
 
-    Neighbours stay together, so a worker reads and writes front to back and mostly has files of its own.
+    Neighbours stay together, so a worker reads and writes front to back and mostly has files to itself.
     Shares differ by at most the cost of one item.
     """
     bounds = neighbour_shares(map(_cost, items), workers)

@@ -144,7 +144,7 @@ class Span(NamedTuple):
 
 
 def batches(items: Sequence[OutputItem], share: range, max_bytes: int) -> Iterator[range]:
-    """`share` cut into runs of neighbours in one file that are small whole-payload copies; others stand alone.
+    """`share` cut into runs of neighbours in one file that are small whole-payload copies; others are alone.
 
     The source items of a run, and its outputs, have at most `max_bytes` each (which is at least SMALL_BYTES).
     """
@@ -157,7 +157,7 @@ def batches(items: Sequence[OutputItem], share: range, max_bytes: int) -> Iterat
         if not begins and not fits:
             yield range(first, number)
             first, size, begins = number, 0, True
-        if length is None:  # stands alone, so the next one begins anew
+        if length is None:  # alone, so the next one starts a batch
             yield range(number, number + 1)
             first, size = number + 1, 0
         else:

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError
 from ckpt_tools.model.box import Box, full_box
-from ckpt_tools.model.catalog import Catalog, Chunk, TensorEntry, Value
+from ckpt_tools.model.catalog import Catalog, Chunk, TensorEntry
 from ckpt_tools.model.dtypes import CASTABLE, itemsize
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.model.transfers import (
@@ -123,21 +123,12 @@ def example_hole(box: Box, parts: Sequence[Box]) -> Box:
     while box.volume > 1:
         axis = max(range(len(box.size)), key=lambda d: box.size[d])
         low = box.size[axis] // 2
-        halves = [_slice(box, axis, 0, low), _slice(box, axis, low, box.size[axis] - low)]
-        box = next(half for half in halves if _covered(half, parts, index) < half.volume)
+        start, size = box.start[axis], box.size[axis]
+        half = box.along(axis, start, low)
+        common = (parts[i].intersect(half) for i in index.meeting(half))
+        is_full = sum(part.volume for part in common if part is not None) == half.volume
+        box = box.along(axis, start + low, size - low) if is_full else half
     return box
-
-
-def _slice(box: Box, axis: int, offset: int, size: int) -> Box:
-    start, sizes = list(box.start), list(box.size)
-    start[axis] += offset
-    sizes[axis] = size
-    return Box(tuple(start), tuple(sizes))
-
-
-def _covered(box: Box, parts: Sequence[Box], index: BoxIndex) -> int:
-    common = (parts[i].intersect(box) for i in index.meeting(box))
-    return sum(part.volume for part in common if part is not None)
 
 
 class Tiling(NamedTuple):
@@ -192,10 +183,10 @@ class ChunkFinder:
         """How its chunks tile a stored tensor under the index `lead`; all of it under ()."""
         tilings = self._tilings.get((entry.key, len(lead)))
         if tilings is None:
-            alike = tuple([chunk.box for chunk in entry.chunks]), len(lead)
-            if alike not in self._tilings_by:  # those of states and layers mostly are
-                self._tilings_by[alike] = self._tilings_of(*alike)
-            tilings = self._tilings[entry.key, len(lead)] = self._tilings_by[alike]
+            cut = tuple([chunk.box for chunk in entry.chunks]), len(lead)
+            if cut not in self._tilings_by:  # those of states and layers mostly are
+                self._tilings_by[cut] = self._tilings_of(*cut)
+            tilings = self._tilings[entry.key, len(lead)] = self._tilings_by[cut]
         return tilings.get(lead, _NOTHING)
 
     def _tilings_of(self, boxes: Sequence[Box], axes: int) -> Mapping[tuple[int, ...], Tiling]:
@@ -375,16 +366,12 @@ def transfer(reader: TargetReader, at: Located, how: Strategy, box: Box) -> Tran
 def _operands(finder: ChunkFinder, entry: TensorEntry, wanted: Box) -> tuple[Operand, ...]:
     """What the kernel needs of its inputs for `wanted` of a made tensor."""
     assert entry.made is not None  # asked for made tensors only
-    inputs = entry.made.inputs
+    inputs, operands = entry.made.inputs, []
     boxes = entry.made.kernel.needs(wanted, [value.form for value in inputs])
-    return tuple(
-        _operand(finder, f"{entry.key} (input {number})", value, box)
-        for number, (value, box) in enumerate(zip(inputs, boxes, strict=True))
-    )
-
-
-def _operand(finder: ChunkFinder, name: str, value: Value, box: Box) -> Operand:
-    tensor = TargetTensor(name, value.dtype, value.shape, value.sources, zero_filled=value.zero_filled)
-    transfers = transfers_into(TargetReader(finder, tensor), box)
-    covered = sum(part.box.volume for part in transfers)
-    return Operand(value.dtype, value.shape, box, tuple(transfers), covered < box.volume)
+    for number, (value, box) in enumerate(zip(inputs, boxes, strict=True)):
+        name = f"{entry.key} (input {number})"
+        tensor = TargetTensor(name, value.dtype, value.shape, value.sources, zero_filled=value.zero_filled)
+        transfers = transfers_into(TargetReader(finder, tensor), box)
+        covered = sum(part.box.volume for part in transfers)
+        operands.append(Operand(value.dtype, value.shape, box, tuple(transfers), covered < box.volume))
+    return tuple(operands)

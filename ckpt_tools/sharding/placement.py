@@ -29,7 +29,7 @@ no.  oddity                                               here
 14   optim crashes for frozen groups without overlap      not a matter of placement
 ===  ===================================================  ==================================================
 
-Megatron-FSDP v1 (`param_and_grad_buffer.py`) and v2 (`experimental/layout.py`) pack flat buffers alike; each
+Megatron-FSDP v1 (`param_and_grad_buffer.py`) and v2 (`experimental/layout.py`) pack flat buffers the same way; each
 difference is named where it is made. All numbers are elements of TP-local tensors, flattened row-major.
 
 PyTorch FSDP2 cuts every parameter on its own along dimension 0, by the rule of `torch.chunk`. Tensor parallelism

@@ -7,7 +7,7 @@ view of the same rank ``((outer * expert_shard_size + shard) * ep + e) * etp + t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckpt_tools.errors import UsageError, list_problems
 from ckpt_tools.model.choices import LayoutName
@@ -17,7 +17,7 @@ LAYOUTS: tuple[LayoutName, ...] = ("mfsdp-v1", "mfsdp-v2", "fsdp2", "even")
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands along the outer, sharding, expert and tensor axes."""
+    """Where a rank is along the outer, sharding, expert and tensor axes."""
 
     outer: int
     shard: int
@@ -52,34 +52,40 @@ class Topology:
         problems: list[str] = []
         for field in ("strategy", "outer_strategy"):
             object.__setattr__(self, field, _strategy_name(getattr(self, field), field, problems))
-        problems += _size_problems(self)
-        if not problems:
-            problems += _combination_problems(self)
+        problems += [
+            f"{axis} is {getattr(self, axis)}, it must be at least 1"
+            for axis in ("dp_shard", "dp_outer", "tp", "cp", "ep", "etp", "pp")
+            if getattr(self, axis) < 1
+        ]
+        if self.pp > 1:
+            problems.append(
+                f"pp is {self.pp}: Megatron-FSDP does not run with pipeline parallelism, pp must be 1"
+            )
+        can_combine = not problems
+        if can_combine and self.shards_outer and self.strategy != "optim_grads_params":
+            problems.append(
+                f"outer_strategy optim shards what the inner axis shards already, so strategy must be "
+                f"optim_grads_params, not {self.strategy}"
+            )
+        replica, experts = self.shard_size * self.tp, self.ep * self.etp
+        if can_combine and replica % experts:
+            problems.append(
+                f"ep {self.ep} x etp {self.etp} = {experts} does not divide dp_shard {self.dp_shard} x cp "
+                f"{self.cp} x tp {self.tp} = {replica}, so experts cannot be laid over these ranks"
+            )
         if problems:
             raise UsageError("impossible topology:\n" + list_problems(problems), problems)
 
     @classmethod
-    def of_world(
-        cls,
-        world_size: int,
-        *,
-        dp_shard: int | None = None,
-        dp_outer: int = 1,
-        tp: int = 1,
-        cp: int = 1,
-        ep: int = 1,
-        etp: int = 0,
-        pp: int = 1,
-        strategy: str | int = "optim_grads_params",
-        outer_strategy: str | int = "no_shard",
-    ) -> Topology:
-        """A topology of exactly `world_size` ranks; `dp_shard` is what the other axes leave, unless given.
+    def of_world(cls, world_size: int, *, dp_shard: int | None = None, **axes: Any) -> Topology:
+        """A topology of exactly `world_size` ranks; `dp_shard` is what the other `axes` leave, unless given.
 
         Raises:
             UsageError: the axes do not multiply to `world_size`, or the combination is impossible.
         """
         if world_size < 1 and dp_shard is None:
             raise UsageError(f"world size {world_size}: a job has at least one rank")
+        dp_outer, cp, tp, pp = (axes.get(name, 1) for name in ("dp_outer", "cp", "tp", "pp"))
         others = max(dp_outer * cp * tp * pp, 1)
         size = world_size // others if dp_shard is None else dp_shard
         if size * others != world_size or (dp_shard is None and size < 1):
@@ -90,7 +96,7 @@ class Topology:
                 f"dp_outer {dp_outer} x cp {cp} x tp {tp}{pipeline}{given} = {others * (dp_shard or 1)}; "
                 "change one of them or the world size"
             )
-        return cls(size, dp_outer, tp, cp, ep, etp, pp, strategy, outer_strategy)
+        return cls(dp_shard=size, **axes)
 
     @property
     def shard_size(self) -> int:
@@ -112,7 +118,7 @@ class Topology:
         return self.outer_strategy == "optim"
 
     def coordinates(self, rank: int, expert: bool = False) -> Coordinates:
-        """Where `rank` stands in the dense or the expert view.
+        """Where `rank` is in the dense or the expert view.
 
         Raises:
             UsageError: there is no such rank.
@@ -172,29 +178,3 @@ def _strategy_name(value: object, field: str, problems: list[str]) -> str:
     choices = ", ".join(f"{name} ({i})" for i, name in enumerate(names))
     problems.append(f"{field} {value!r} is not one of {choices}")
     return names[0]
-
-
-def _size_problems(t: Topology) -> list[str]:
-    axes = ("dp_shard", "dp_outer", "tp", "cp", "ep", "etp", "pp")
-    problems = [
-        f"{axis} is {getattr(t, axis)}, it must be at least 1" for axis in axes if getattr(t, axis) < 1
-    ]
-    if t.pp > 1:
-        problems.append(f"pp is {t.pp}: Megatron-FSDP does not run with pipeline parallelism, pp must be 1")
-    return problems
-
-
-def _combination_problems(t: Topology) -> list[str]:
-    problems = []
-    if t.shards_outer and t.strategy != "optim_grads_params":
-        problems.append(
-            f"outer_strategy optim shards what the inner axis shards already, so strategy must be "
-            f"optim_grads_params, not {t.strategy}"
-        )
-    replica = t.shard_size * t.tp
-    if replica % (t.ep * t.etp):
-        problems.append(
-            f"ep {t.ep} x etp {t.etp} = {t.ep * t.etp} does not divide dp_shard {t.dp_shard} x cp {t.cp} x "
-            f"tp {t.tp} = {replica}, so experts cannot be laid over these ranks"
-        )
-    return problems

@@ -166,7 +166,7 @@ def find_units(
 
 
 def _pattern(glob: str) -> re.Pattern[str]:
-    """A regular expression whose group 1 is the module path, below which at least the parameter's own name stands."""
+    """A regular expression whose group 1 is the module path; at least the parameter's own name follows."""
     text = re.escape(glob).replace(r"\*\*\.", r"(?:[^.]+\.)*?").replace(r"\*", r"[^.]*")
     return re.compile(rf"({text})\.")
 

@@ -111,7 +111,7 @@ class Report:
 
 
 class Meter:
-    """Call it with bytes just read; `progress` is told (bytes done, `total`). Threads may share it."""
+    """Call it with bytes just read; `progress` gets (bytes done, `total`). Threads may share it."""
 
     def __init__(self, progress: Callable[[int, int], None] = lambda _done, _total: None) -> None:
         self.total = 0

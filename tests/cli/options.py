@@ -1,126 +1,57 @@
 """Every option of every command, frozen: scripts depend on them."""
 
+_OPEN = "--quiet -q --enable-msc --follow-links "
+_READ = _OPEN + "--unknown-classes --trust-pickle --iteration "
+_WRITE = "--check-source --overwrite --resume --workers --threads --max-memory --fsync --direct --json --verbose -v "
+_RUN = _WRITE + "--verify --dry-run --report "
+_JOB = "--layout --world-size --gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy "
+_JOB += "--outer-strategy --units "
+_FRESH = "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
+_TO_MEGATRON = _READ + _RUN + "--target --layer-spec --weights-only --dtype --ignore-keys --oom-traceback "
+_TO_FSDP = (
+    _TO_MEGATRON
+    + _JOB
+    + _FRESH
+    + "--swiglu --no-swiglu --swiglu-modules --param-to-param-group-map-json --strict-map "
+    "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --experts --vocab-size-padded "
+    "--vocab-size --check-masters "
+)
+_TO_TORCH_DIST = "--extra-state --stacked --per-layer "
+_DIFF = (
+    _READ
+    + "--rtol --atol --ulp --nan --keys --ignore --by --headers --rules --target --json --workers --threads "
+    "--verbose -v"
+)
+_REPORT = _READ + "--verbose -v --format --json --junit "
+
 OPTIONS = {
-    "inspect": (
-        "--keys --by --iteration --json --tree --html --not-ignore-param-to-group-meta --enable-msc --trust-pickle "
-        "--follow-links --quiet -q"
-    ),
-    "print-torch-dcp-in-json": (
-        "--values -o --output --no-write --enable-msc --trust-pickle --follow-links --quiet -q"
-    ),
-    "convert": (
-        "--follow-links --check-source "
-        "--to --swiglu --no-swiglu --swiglu-modules --param-to-param-group-map-json --strict-map "
-        "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target "
-        "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
-        "--layer-spec --experts --weights-only --dtype --vocab-size-padded --vocab-size "
-        "--extra-state --stacked --per-layer --hf-config --max-shard-size --layout "
-        "--world-size --gpus --dp-shard --dp-outer "
-        "--tp --cp --ep --etp --pp --strategy --outer-strategy --units --iteration --check-masters --ignore-keys "
-        "--overwrite --resume --dry-run --workers --threads --max-memory --fsync --direct --quiet -q --json --report "
-        "--trust-pickle --enable-msc --oom-traceback"
-    ),
-    "convert-torch-dist-to-fsdp-dtensor": (
-        "--follow-links --check-source "
-        "--swiglu --no-swiglu --swiglu-modules --param-to-param-group-map-json --strict-map "
-        "--output-optimizer-state-prefix --output-model-weight-prefix --rename-mtp-keys --target "
-        "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
-        "--layer-spec --experts --weights-only --dtype --vocab-size-padded --vocab-size "
-        "--layout --world-size "
-        "--gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --units --iteration "
-        "--check-masters --ignore-keys --overwrite --resume --dry-run --workers --threads --max-memory --fsync "
-        "--direct --quiet -q --json --report --trust-pickle --enable-msc --oom-traceback"
-    ),
-    "convert-fsdp-dtensor-to-torch-dist": (
-        "--follow-links "
-        "--check-source --target --layer-spec --weights-only --dtype --extra-state --stacked --per-layer "
-        "--gpus "
-        "--tp --ep --etp --iteration --ignore-keys --overwrite --resume --dry-run --workers --threads --max-memory "
-        "--fsync --direct --quiet -q --json --report --trust-pickle --enable-msc --oom-traceback"
-    ),
-    "build-param-group-map": (
-        "-o --output --explain --target --layer-spec --experts --swiglu --no-swiglu --iteration --enable-msc "
-        "--follow-links --quiet -q"
-    ),
-    "ls": (
-        "--json --trust-pickle --enable-msc --follow-links --quiet -q"
-    ),
-    "stats": (
-        "--keys --layer --role --by --svg --html --iteration --workers --threads --json --quiet -q --trust-pickle "
-        "--enable-msc --follow-links"
-    ),
-    "plan": (
-        "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
-        "--follow-links "
-        "--rank --tensor --json --svg --html --target --layer-spec --experts --swiglu --no-swiglu "
-        "--weights-only "
-        "--layout --world-size --gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy "
-        "--outer-strategy --units --iteration --ignore-keys --trust-pickle --enable-msc --quiet -q"
-    ),
-    "export-hf": (
-        "--check-source "
-        "--hf-config --rules --dtype --vocab-size --max-shard-size --mtp-copies --quantize --tower --peft --alpha "
-        "--tp --check-masters --iteration --ignore-keys --overwrite --resume --dry-run --workers --threads "
-        "--max-memory --fsync --direct --quiet -q --json --report --trust-pickle --enable-msc --follow-links"
-    ),
-    "import-hf": (
-        "--follow-links --check-source "
-        "--fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 --adam-eps "
-        "--to --rules --adapter --tower --dtype --vocab-size-padded --target --layer-spec --experts --layout "
-        "--world-size --gpus --dp-shard --dp-outer --tp --cp --ep --etp --pp --strategy --outer-strategy --units "
-        "--iteration --overwrite --resume --dry-run --workers --threads --max-memory --fsync --direct --quiet -q "
-        "--json --report --enable-msc"
-    ),
-    "verify": (
-        "--follow-links "
-        "--content --manifest --write-manifest --allow-nonfinite --iteration --verbose -v "
-        "--format --json --junit --workers --threads --quiet -q --trust-pickle --enable-msc"
-    ),
-    "diff": (
-        "--rtol --atol --ulp --nan --keys --ignore --by --headers --rules --target --iteration --json --workers "
-        "--threads --quiet -q --enable-msc --trust-pickle --follow-links"
-    ),
-    "compare-two-checkpoint": (
-        "--rtol --atol --ulp --nan --keys --ignore --by --headers --rules --target --iteration --json --workers "
-        "--threads --quiet -q --enable-msc --trust-pickle --follow-links"
-    ),
-    "preflight": (
-        "--follow-links --yaml --target --iteration --verbose -v --format --json --junit --trust-pickle --enable-msc "
-        "--quiet -q"
-    ),
-    "modify-state-dict": (
-        "--follow-links --check-source "
-        "--op --iteration --overwrite --resume --dry-run --workers --threads --max-memory --fsync --direct --json "
-        "--report --quiet -q --enable-msc --trust-pickle"
-    ),
-    "slice": (
-        "--follow-links --check-source "
-        "--layers --block --iteration --overwrite --resume --dry-run --workers --threads --max-memory --fsync "
-        "--direct --json --report --quiet -q --trust-pickle --enable-msc"
-    ),
-    "copy": (
-        "--dry-run --iteration --read-back --check-source --overwrite --resume --workers --threads --max-memory "
-        "--fsync --direct --json --quiet -q --trust-pickle --enable-msc --follow-links"
-    ),
-    "average": (
-        "--weights --ema --iteration --check-source --overwrite --resume --dry-run --workers --threads --max-memory "
-        "--fsync --direct --json --report --quiet -q --trust-pickle --enable-msc --follow-links"
-    ),
-    "merge-adapter": (
-        "--alpha --iteration --ignore-keys --check-source --overwrite --resume --dry-run --workers --threads "
-        "--max-memory --fsync --direct --quiet -q --json --report --trust-pickle --enable-msc --follow-links"
-    ),
-    "repair": (
-        "--dry-run --iteration --check-source --overwrite --resume --workers --threads --max-memory --fsync --direct "
-        "--json --report -q --quiet --trust-pickle --enable-msc --follow-links"
-    ),
-    "strip": (
-        "--dtype --fresh-optimizer --no-fresh-optimizer --lr --min-lr --weight-decay --adam-beta1 --adam-beta2 "
-        "--adam-eps --iteration --check-masters --check-source --overwrite --resume --dry-run --workers "
-        "--threads --max-memory --fsync --direct --json --report --quiet -q --trust-pickle --enable-msc "
-        "--follow-links"
-    ),
-    "print-tensor": (
-        "--slice --stats --iteration --json --trust-pickle --enable-msc --follow-links --quiet -q"
-    ),
+    "inspect": _READ + "--keys --by --json --tree --html --not-ignore-param-to-group-meta",
+    "print-torch-dcp-in-json": _OPEN + "--unknown-classes --trust-pickle --values -o --output --no-write",
+    "convert": _TO_FSDP + _TO_TORCH_DIST + "--to --hf-config --max-shard-size",
+    "convert-torch-dist-to-fsdp-dtensor": _TO_FSDP,
+    "convert-fsdp-dtensor-to-torch-dist": _TO_MEGATRON + _TO_TORCH_DIST + "--gpus --tp --ep --etp",
+    "build-param-group-map": _OPEN
+    + "-o --output --explain --target --layer-spec --experts --swiglu --no-swiglu --iteration",
+    "ls": _OPEN + "--unknown-classes --trust-pickle --json",
+    "stats": _READ + "--keys --layer --role --by --fail-on-nan --svg --html --workers --threads --json",
+    "plan": _READ + _JOB + _FRESH
+    + "--rank --tensor --json --svg --html --target --layer-spec --experts --swiglu --no-swiglu "
+    "--weights-only --ignore-keys",
+    "export-hf": _READ + _RUN
+    + "--hf-config --rules --dtype --vocab-size --max-shard-size --mtp-copies --quantize --tower --peft --alpha "
+    "--tp --check-masters --ignore-keys",
+    "import-hf": _OPEN + _RUN + _JOB + _FRESH
+    + "--to --rules --adapter --tower --dtype --vocab-size-padded --target --layer-spec --experts --iteration",
+    "verify": _REPORT + "--content --manifest --write-manifest --allow-nonfinite --workers --threads",
+    "diff": _DIFF,
+    "compare-two-checkpoint": _DIFF,
+    "preflight": _REPORT + "--yaml --target",
+    "modify-state-dict": _READ + _RUN + "--op",
+    "slice": _READ + _RUN + "--layers --block",
+    "copy": _READ + _WRITE + "--read-back --dry-run",
+    "average": _READ + _RUN + "--weights --ema --last",
+    "merge-adapter": _READ + _RUN + "--alpha --ignore-keys",
+    "repair": _READ + _RUN,
+    "strip": _READ + _RUN + _FRESH + "--dtype --check-masters",
+    "print-tensor": _READ + "--slice --role --stats --json",
 }  # fmt: skip

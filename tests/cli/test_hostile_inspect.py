@@ -29,7 +29,7 @@ def test_metadata(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("error: ")
-    assert "--trust-pickle" not in err, "no placeholder can stand in metadata"
+    assert "--unknown-classes" not in err, "no placeholder can stand in metadata"
     assert_harmless(err)
 
 

@@ -162,7 +162,7 @@ def replacement_was_stopped(folder: Path) -> None:
         (output_is_taken, "", 2, "is not empty"),
         (output_is_a_file, "", 2, "is not a directory"),
         (output_is_a_file, "--overwrite", 2, "is not a directory"),
-        (parent_is_a_file, "", 2, "a file stands in its way"),
+        (parent_is_a_file, "", 2, "a file with that name exists"),
         (work_was_stopped, "", 2, "holds a conversion that was stopped"),
         (work_was_stopped, "--resume", 2, "was begun with another plan"),
         (nothing, "--max-memory 1kiB", 2, "not enough for 2 threads"),
@@ -339,7 +339,7 @@ def test_the_newest_iteration_may_still_be_written(verb: str, tmp_path, capsys):
 
     (newest / ".metadata").unlink()
     assert run([verb, str(source), str(out), "--iteration", "all"]) == 0
-    assert "note: iteration 6 is passed over: its job has not finished it" in capsys.readouterr().err
+    assert "note: skipping iteration 6: it is still being written" in capsys.readouterr().err
     assert converted_iterations(out) == ["iter_0000002", "iter_0000004", TRACKER]
     assert (out / TRACKER).read_text() == "4"
     shutil.rmtree(newest)
@@ -373,9 +373,7 @@ def test_what_is_converted_already_stays_and_the_tracker_with_it(tmp_path, capsy
     assert converted_iterations(out) == ["iter_0000004", TRACKER]
     capsys.readouterr()
     assert convert(source, out, "--iteration", "all") == 0
-    assert (
-        "iteration 4: is there already, left as it is (--overwrite makes it anew)" in capsys.readouterr().out
-    )
+    assert "iteration 4: exists already, skipped" in capsys.readouterr().out
     assert tree(out / "iter_0000004") == before
     assert (out / TRACKER).read_text() == "4"
     assert convert(source, out, "--iteration", "all", "--json") == 0

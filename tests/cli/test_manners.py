@@ -196,7 +196,7 @@ def test_what_is_not_there(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(words.split()) == 3
-    assert "nope does not exist. There is nothing of a similar name beside it." in capsys.readouterr().err
+    assert "nope does not exist. No file next to it has a similar name." in capsys.readouterr().err
 
 
 def test_one_iteration_is_not_compared_with_itself(capsys: pytest.CaptureFixture[str]) -> None:

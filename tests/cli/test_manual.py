@@ -45,6 +45,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert run(["export-hf", lora_folder, peft_folder, "--peft", "--hf-config", str(folder), "-q"]) == 0
     whole = str(directory(folder.parent / "vl", "qwen2_5_vl"))
     assert run(["import-hf", whole, str(folder.parent / "text"), "--tower", "language", "-q"]) == 0
+    for number in (2, 4):
+        shutil.copytree(RUN / "iter_0000002", folder.parent / f"long/iter_{number:07d}")
+    (folder.parent / "long" / "latest_checkpointed_iteration.txt").write_text("4")
     return folder
 
 
@@ -55,7 +58,8 @@ def test_every_example_runs(
     dump = shutil.copytree(RUN / "param_to_param_group_map", tmp_path / "dump")
     places = {"RUN": RUN, "FSDP": FSDP, "HF": models, "LORA": models.parent / "lora",
               "VL": models.parent / "vl", "TEXT": models.parent / "text",
-              "PEFT": models.parent / "peft", "DUMP": dump, "OUT": tmp_path / "out"}  # fmt: skip
+              "PEFT": models.parent / "peft", "DUMP": dump, "OUT": tmp_path / "out",
+              "LONG": models.parent / "long"}  # fmt: skip
     places["BAD"] = without_numbers(RUN, tmp_path / "bad", "output_layer.weight") if "BAD" in words else RUN
     assert places.keys() == manual.PLACEHOLDERS.keys()
     words = words.removeprefix(
@@ -114,11 +118,12 @@ def test_help_of_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_examples_are_shown_as_they_are_typed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([name, "--help"]) == 0
-    shown = capsys.readouterr().out.partition("Examples:\n")[2].replace(" \\\n        ", " ")
-    for what, words in manual.PAGES[name].examples:
-        line = words if words.startswith("torchrun") else f"checkpoint-inspector {words}"
-        assert f"  {what}:\n    {line}\n" in shown
+    for word, most in (("--help", 2), ("--help-all", 99)):
+        assert run([name, word]) == 0
+        shown = capsys.readouterr().out.partition("Examples:\n")[2].replace(" \\\n        ", " ")
+        lines = [words if words.startswith("torchrun") else f"checkpoint-inspector {words}"
+                 for _, words in manual.PAGES[name].examples]  # fmt: skip
+        assert [line for line in lines if f"    {line}\n" in shown] == lines[:most]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -170,7 +175,13 @@ def test_exit_codes_of_real_commands(code: int, tmp_path: Path, capsys: pytest.C
 
 def test_the_help_ends_with_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--help"]) == 0
-    assert capsys.readouterr().out.endswith(f"\n{manual.closing()}\n")
+    out = capsys.readouterr().out
+    assert all(f"  {code:<5}" in out for code in manual.EXIT_CODES)
+    assert not [
+        name
+        for name, page in manual.PAGES.items()
+        if f"  {name} " not in out and page.section != "Other names"
+    ]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

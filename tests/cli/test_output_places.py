@@ -9,7 +9,7 @@ from shutil import copytree
 import pytest
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.execute.output.staging import Staging
+from ckpt_tools.execute.output.local_output import LocalOutput
 from tests.conftest import DATA
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
@@ -62,14 +62,14 @@ def test_spellings_of_the_current_directory(tmp_path, monkeypatch, output):
 
 
 def test_files_that_appear_in_the_output_meanwhile_are_kept(tmp_path, monkeypatch, capsys):
-    create_files = Staging.create_files
+    create_files = LocalOutput.create_files
 
-    def and_then_another_program(staging: Staging) -> None:
-        create_files(staging)
-        staging.final.mkdir()
-        (staging.final / "precious").write_text("precious")
+    def and_then_another_program(output: LocalOutput) -> None:
+        create_files(output)
+        output.final.mkdir()
+        (output.final / "precious").write_text("precious")
 
-    monkeypatch.setattr(Staging, "create_files", and_then_another_program)
+    monkeypatch.setattr(LocalOutput, "create_files", and_then_another_program)
     assert convert(LLAMA / ITERATION, tmp_path / ITERATION) == 7
     assert f"{tmp_path}/{ITERATION}" in capsys.readouterr().err
     assert os.listdir(tmp_path / ITERATION) == ["precious"]

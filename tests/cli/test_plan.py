@@ -64,8 +64,8 @@ def test_json_accounts_for_every_byte(dp, capsys):
 def test_the_plan_tells_the_changes_as_convert_does(tmp_path, capsys):
     assert plan(LLAMA, "--gpus", 2) == 0
     told = re.findall(r"^  \S.*", capsys.readouterr().out, re.MULTILINE)
-    assert run(["convert", str(LLAMA), str(tmp_path / "out"), "--gpus", "2", "--dry-run"]) == 0
-    assert told == capsys.readouterr().out.splitlines()[-len(told) :]
+    assert run(["convert", str(LLAMA), str(tmp_path / "out"), "--gpus", "2", "--dry-run", "-v"]) == 0
+    assert {*told} <= {*capsys.readouterr().out.splitlines()}
     assert told[-1].startswith("  not part of fsdp_dtensor: Transformer Engine extra state (8 keys)")
 
 

@@ -67,6 +67,7 @@ OTHERWISE = {
     ("TorchDistOptions", "extra_state"),  # a flag; the option may be a template's place
     ("TorchDistOptions", "ep"),  # None unless given; its row is for a layout
     ("Tolerance", "nan"),  # follows from the others unless given
+    ("ImportOptions", "to"),  # the same
 }
 
 
@@ -114,7 +115,19 @@ def test_a_choice_has_the_words_of_its_field(filled: Callable[..., Any], own: Ma
     [
         (TargetOptions, FSDP_TARGET),
         (TorchDistOptions, TORCH_DIST_TARGET | {"extra_state_template"}),
-        (WriteOptions, {"workers", "threads", "memory_bytes", "fsync", "direct", "check_source", "tiles"}),
+        (
+            WriteOptions,
+            {
+                "workers",
+                "threads",
+                "memory_bytes",
+                "fsync",
+                "direct",
+                "check_source",
+                "verify_output",
+                "tiles",
+            },
+        ),
         (
             VerifyOptions,
             check._VERIFY.keys() - {"as_json", "iteration", "verbose"}
@@ -134,7 +147,7 @@ def test_a_choice_has_the_words_of_its_field(filled: Callable[..., Any], own: Ma
         ),
         (
             AverageOptions,
-            edit._AVERAGE.keys()
+            edit._AVERAGE.keys() - {"last"}
             | {"iteration", "trust_pickle", "overwrite", "resume", "write", "tracker", "dry_run"},
         ),
     ],
@@ -146,7 +159,7 @@ def test_every_field_can_be_given(options: type, names: set[str]) -> None:
 def test_every_row_is_used_by_the_library_or_by_the_command_line_itself() -> None:
     own = {
         "dry_run", "quiet", "as_json", "report", "report_format", "junit", "enable_msc", "follow_links",
-        "oom_traceback", *JOB_SIZES,
+        "oom_traceback", "verbose", *JOB_SIZES,
     }  # fmt: skip
     filled = {name for fills, _ in FILLED for name in _defaults(fills)}
     assert not TABLE.keys() - filled - own

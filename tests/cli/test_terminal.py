@@ -27,7 +27,7 @@ COMMANDS = [
     "diff {plain} {root}",
     "plan {root} --swiglu",
     "convert {root} {out} --swiglu",
-    "modify-state-dict {root} {out} --op remove:evil",
+    "modify-state-dict {root} {out} --op remove:evil -v",
 ]
 
 

@@ -56,7 +56,7 @@ def slurm(tmp_path: Path) -> Slurm:
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.sh")), ids=lambda path: path.name)
-def test_scripts_are_strict_executable_and_end_with_a_newline(script: Path) -> None:
+def test_scripts_are_strict_executable_and_end_with_a_newline(script):
     text = script.read_text()
     assert text.startswith("#!/usr/bin/env bash\n")
     assert "\nset -euo pipefail\n" in text
@@ -65,14 +65,14 @@ def test_scripts_are_strict_executable_and_end_with_a_newline(script: Path) -> N
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck: apt-get install shellcheck")
-def test_scripts_are_shellcheck_clean() -> None:
+def test_scripts_are_shellcheck_clean():
     found = subprocess.run(
         ["shellcheck", *map(str, sorted(SCRIPTS.glob("*.sh")))], capture_output=True, text=True, check=False
     )
     assert found.stdout == ""
 
 
-def test_convert_starts_one_task_a_rank_then_verifies(slurm: Slurm) -> None:
+def test_convert_starts_one_task_a_rank_then_verifies(slurm):
     settings = {"CONVERT_ARGS": "--dp-shard 8 --fsync", "CPUS_PER_RANK": "6"}
     code, _, calls = slurm.run(CONVERT, INPUT="/in", OUTPUT="/out dir", **settings)
     assert code == 0
@@ -84,7 +84,7 @@ def test_convert_starts_one_task_a_rank_then_verifies(slurm: Slurm) -> None:
     ]
 
 
-def test_convert_with_torchrun_in_a_container(slurm: Slurm) -> None:
+def test_convert_with_torchrun_in_a_container(slurm):
     code, _, calls = slurm.run(
         CONVERT,
         INPUT="/in",
@@ -107,7 +107,7 @@ def test_convert_with_torchrun_in_a_container(slurm: Slurm) -> None:
     ]
 
 
-def test_convert_returns_the_failure_of_its_ranks_and_of_the_verification(slurm: Slurm) -> None:
+def test_convert_returns_the_failure_of_its_ranks_and_of_the_verification(slurm):
     code, _, calls = slurm.run(CONVERT, INPUT="/in", OUTPUT="/out", FAIL="convert-")
     assert (code, len(calls)) == (6, 1)
     code, _, calls = slurm.run(CONVERT, INPUT="/in", OUTPUT="/out", FAIL="verify")
@@ -125,14 +125,14 @@ def test_convert_returns_the_failure_of_its_ranks_and_of_the_verification(slurm:
         ),
     ],
 )
-def test_convert_refuses_incomplete_settings(slurm: Slurm, settings: dict[str, str], message: str) -> None:
+def test_convert_refuses_incomplete_settings(slurm, settings, message):
     code, stderr, calls = slurm.run(CONVERT, **settings)
     assert code != 0
     assert message in stderr
     assert calls == []
 
 
-def test_training_starts_after_a_preflight_of_the_same_flags(slurm: Slurm) -> None:
+def test_training_starts_after_a_preflight_of_the_same_flags(slurm):
     code, stderr, calls = slurm.run(
         TRAIN, CHECKPOINT="/ckpt", SAVE="/save", MEGATRON="/m", EP="16", EXTRA_ARGS="--fp8-format hybrid"
     )
@@ -154,12 +154,12 @@ def test_training_starts_after_a_preflight_of_the_same_flags(slurm: Slurm) -> No
     assert "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node7:20017" in train
 
 
-def test_training_does_not_start_when_the_preflight_fails(slurm: Slurm) -> None:
+def test_training_does_not_start_when_the_preflight_fails(slurm):
     code, _, calls = slurm.run(TRAIN, CHECKPOINT="/ckpt", SAVE="/save", MEGATRON="/m", FAIL="preflight")
     assert (code, len(calls)) == (6, 1)
 
 
-def test_training_goes_on_from_what_it_saved(slurm: Slurm, tmp_path: Path) -> None:
+def test_training_goes_on_from_what_it_saved(slurm, tmp_path):
     settings = {"CHECKPOINT": "/ckpt", "SAVE": str(tmp_path), "MEGATRON": "/m", "WEIGHTS_ONLY": "1"}
     first = slurm.run(TRAIN, **settings)[2][1]
     assert "--load /ckpt " in first
@@ -180,7 +180,7 @@ _SMALL = (
 )
 
 
-def test_training_flags_at_a_small_size_are_ready(slurm: Slurm, tmp_path: Path) -> None:
+def test_training_flags_at_a_small_size_are_ready(slurm, tmp_path):
     """From the 3D-parallel run to the launch: converted, and checked with the very flags of the script."""
     source = fixture_dir("te_mla_ep2_fr")
     assert run(["convert", str(source), str(tmp_path / "out"), "-q"]) == 0
@@ -204,12 +204,12 @@ def test_training_flags_at_a_small_size_are_ready(slurm: Slurm, tmp_path: Path) 
     }  # main raises NotImplementedError
 
 
-def test_the_program_of_the_training_is_told_to_preflight(slurm: Slurm) -> None:
+def test_the_program_of_the_training_is_told_to_preflight(slurm):
     calls = slurm.run(TRAIN, CHECKPOINT="/ckpt", SAVE="/save", MEGATRON="/m", TARGET="core-0.16")[2]
     assert "preflight /ckpt --target core-0.16 -- " in calls[0]
 
 
-def test_training_flags_break_no_rule_of_preflight(slurm: Slurm) -> None:
+def test_training_flags_break_no_rule_of_preflight(slurm):
     """Only those on the model itself: the checkpoint at hand is no DeepSeek-V3."""
     checkpoint = str(fixture_dir("core019_llama_tp2_native_fsdp_dtensor"))
 

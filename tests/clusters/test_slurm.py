@@ -41,7 +41,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return content(output)
 
 
-def test_ranks_come_from_slurm_alone(cluster: Cluster, tmp_path: Path, undisturbed: dict[str, bytes]) -> None:
+def test_ranks_come_from_slurm_alone(cluster, tmp_path, undisturbed):
     words = [
         "convert",
         str(fixture_dir(SOURCE)),
@@ -117,9 +117,7 @@ def _check_end(job: Job, undisturbed: dict[str, bytes]) -> str:
     return log
 
 
-def test_a_node_dies_and_the_requeued_job_finishes_identical(
-    cluster: Cluster, tmp_path: Path, undisturbed: dict[str, bytes]
-) -> None:
+def test_a_node_dies_and_the_requeued_job_finishes_identical(cluster, tmp_path, undisturbed):
     job = Job(cluster, tmp_path, "srun")
     job.wait_until_half_done()
     cluster.kill_node(slurm.NODES[1])
@@ -130,8 +128,8 @@ def test_a_node_dies_and_the_requeued_job_finishes_identical(
 
 
 def test_torchrun_ranks_stop_before_the_time_limit_and_go_on_after_the_requeue(
-    cluster: Cluster, tmp_path: Path, undisturbed: dict[str, bytes]
-) -> None:
+    cluster, tmp_path, undisturbed
+):
     job = Job(cluster, tmp_path, "torchrun")
     job.wait_until_half_done()
     cluster.command(
@@ -143,7 +141,7 @@ def test_torchrun_ranks_stop_before_the_time_limit_and_go_on_after_the_requeue(
     assert "error: terminated" in log
 
 
-def test_an_array_shares_the_iterations_of_a_run(cluster: Cluster, tmp_path: Path) -> None:
+def test_an_array_shares_the_iterations_of_a_run(cluster, tmp_path):
     """Two tasks, each with an iteration on a slow disk; one is stopped as before its time limit, and requeued."""
     source = shutil.copytree(fixture_dir(SOURCE), tmp_path / "run")
     shutil.copytree(source / "iter_0000002", source / "iter_0000010")

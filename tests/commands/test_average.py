@@ -373,7 +373,7 @@ def test_shares_that_make_no_mean(count: int, weights: tuple[float, ...] | None,
 def test_shares_that_are_divided_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["average", *[str(DATA / RUN)] * 3, str(tmp_path / "out"), "--weights"]
     assert run([*words, "2,1,1", "--dry-run"]) == 0
-    assert "--weights 2, 1, 1 were divided by their sum, 4" in capsys.readouterr().out
+    assert "0.5, 0.25, 0.25 (--weights divided by their sum, 4)" in capsys.readouterr().out
     assert run([*words, "0.5,0.3,0.2", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["given_weights"] == [0.5, 0.3, 0.2] and sum(report["weights"]) == pytest.approx(1)

@@ -18,7 +18,7 @@ from ckpt_tools import ConvertOptions, TargetOptions, convert_to_fsdp_dtensor, p
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.errors import MappingError
-from ckpt_tools.execute.output.staging import Staging
+from ckpt_tools.execute.output.local_output import LocalOutput
 from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import schedule_of
 from ckpt_tools.megatron.fsdp_dtensor.read import FsdpSource, read_fsdp_source
 from tests.commands import oracle
@@ -170,7 +170,9 @@ def test_an_import_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         [],
     )  # a model of transformers has neither
     assert any("--override-opt_param-scheduler" in note for note in report["notes"])
-    assert any("--adam-beta1, --adam-beta2 and --adam-eps: nothing tells" in note for note in report["notes"])
+    assert any(
+        "--adam-beta1, --adam-beta2 and --adam-eps: not in the source" in note for note in report["notes"]
+    )
     made = tmp_path / "run" / "iter_0000001"
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "1"
     assert oracle.item(made, "iteration") == 1
@@ -245,9 +247,9 @@ def test_embeddings_with_a_rate_of_their_own_keep_it(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["convert", RUN, "--fresh-optimizer"], "goes with --weights-only"),
-        (["convert", RUN, "--lr", "0.1"], "--lr: settings of an optimizer that begins"),
-        (["convert", RUN, "--weights-only", "--min-lr", "0.1"], "--min-lr: settings of"),
-        (["convert", *WEIGHTS, "--dtype", "float32"], "--dtype float32: fp32 masters"),
+        (["convert", RUN, "--lr", "0.1"], "--lr: only valid with --fresh-optimizer"),
+        (["convert", RUN, "--weights-only", "--min-lr", "0.1"], "--min-lr: only valid with"),
+        (["convert", *WEIGHTS, "--dtype", "float32"], "--dtype float32: with an optimizer"),
         (["convert", *WEIGHTS, "--min-lr", "0.1"], "--min-lr 0.1 is above --lr 0.01"),
         (["convert", *WEIGHTS, "--lr", "nan"], "--lr nan is not a number of at"),
         (["convert", *WEIGHTS, "--adam-beta2", "1"], "--adam-beta2 1.0 is not below 1"),
@@ -256,7 +258,7 @@ def test_embeddings_with_a_rate_of_their_own_keep_it(tmp_path: Path) -> None:
         (["convert", NATIVE_RUN, "--weights-only", "--fresh-optimizer", "--tp", "2"], "strip --fresh-optimizer"),
         (["strip", RUN, "--fresh-optimizer"], "a 3D-parallel job starts from weights alone"),
         (["strip", NATIVE_RUN, "--fresh-optimizer", "--dtype", "bfloat16"], "--dtype bfloat16: fp32 masters"),
-        (["strip", NATIVE_RUN, "--lr", "0.1"], "--lr: settings of an optimizer that begins"),
+        (["strip", NATIVE_RUN, "--lr", "0.1"], "--lr: only valid with --fresh-optimizer"),
         (["import-hf", NATIVE_RUN, "--fresh-optimizer"], "need --to fsdp_dtensor: a 3D-parallel job"),
     ],
 )  # fmt: skip
@@ -275,7 +277,7 @@ def test_what_goes_with_it(
 def test_zeros_read_nothing_and_take_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A vocabulary that is mostly padding: 16 MiB a tensor, of which little is stored and no room is asked for."""
     asked: list[int] = []
-    monkeypatch.setattr(Staging, "_check_space", lambda self, at, nbytes: asked.append(nbytes))
+    monkeypatch.setattr(LocalOutput, "_check_space", lambda self, at, nbytes: asked.append(nbytes))
     target = TargetOptions(weights_only=True, fresh_optimizer=True, vocab_size_padded=1 << 17, vocab_size=200)
     report = convert_to_fsdp_dtensor(RUN, tmp_path / "out", ConvertOptions(target=target))
     assert report.written is not None

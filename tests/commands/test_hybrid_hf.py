@@ -27,7 +27,7 @@ from ckpt_tools.model.kernels.casts import bfloat16_to_float32
 from ckpt_tools.model.kernels.kernel import AddNumber
 from tests.commands import oracle
 from tests.megatron.huggingface.by_rules import directory
-from tests.megatron.huggingface.test_hybrids import MAMBA2, NEMOTRON_3, NEMOTRON_H, QWEN3_5, QWEN3_NEXT
+from tests.megatron.huggingface.released import MAMBA2, NEMOTRON_3, NEMOTRON_H, QWEN3_5, QWEN3_NEXT
 
 NORM = "model.layers.0.linear_attn.norm.weight"
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -37,12 +37,8 @@ def test_the_data_is_what_is_stored() -> None:
     assert [o[0] for o in data["objects"]] == [key for key, _ in found.objects()]
     for key, dtype, shape, nbytes, count, chunks in data["tensors"]:
         entry = found.catalog.tensors[str(key)]
-        assert (dtype, tuple(shape), nbytes, count) == (
-            entry.dtype,
-            entry.shape,
-            entry.nbytes,
-            len(entry.chunks),
-        )
+        stored = (entry.dtype, entry.shape, entry.nbytes, len(entry.chunks))
+        assert (dtype, tuple(shape), nbytes, count) == stored
         held = [(tuple(a), tuple(n), data["files"][i]) for a, n, i in chunks]
         assert held == [(*chunk.box, chunk.item.file) for chunk in entry.chunks]
 

@@ -18,8 +18,7 @@ from ckpt_tools.verify.readiness.job import VERSIONS, Job, parse_command
 from tests.conftest import DATA, fixture_dir
 from tests.folders import root_of
 from tests.megatron.huggingface.by_rules import directory, imported
-from tests.megatron.huggingface.test_popular_configs import POPULAR, SIZES
-from tests.megatron.huggingface.test_released_configs import RELEASED
+from tests.megatron.huggingface.released import DENSE, POPULAR
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
 NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
@@ -43,7 +42,7 @@ def as_is(checkpoint: Path, program: str = "main") -> tuple[Launch, Job]:
     """The command, and what the parser of its program takes it for, whole."""
     found = preflight(str(checkpoint), target=program).as_is
     assert found is not None
-    job = parse_command(found.told, program)
+    job = parse_command(found.filled_in, program)
     assert (job.refused, job.unknown) == (None, ())
     return found, job
 
@@ -74,18 +73,11 @@ def test_it_is_the_job_of_the_run(name: str, program: str, tmp_path: Path) -> No
 
 def test_what_no_flag_says_stands_in_comments(tmp_path: Path) -> None:
     pipeline, _ = as_is(run_of("main_dense_dpr_pp2_vpp2_tied", tmp_path))
-    assert any(
-        "dp_reshardable) loads at the TP, PP and EP of the run alone" in line for line in pipeline.environment
-    )
-    assert any("num_layers_per_virtual_pipeline_stage" in line or "virtual_pipeline" in line for line in
-               pipeline.environment), pipeline.environment  # fmt: skip
+    lines = "\n".join(pipeline.environment)
+    assert "dp_reshardable) loads at the TP, PP and EP of the run alone" in lines
+    assert "num_layers_per_virtual_pipeline_stage" in lines or "virtual_pipeline" in lines
     whole, _ = as_is(LLAMA)
     assert any("it loads at any TP, PP and EP" in line for line in whole.environment)
-
-
-def test_weights_alone_are_for_finetuning(tmp_path: Path) -> None:
-    _, job = as_is(run_of("v016_dense_weightsonly_tp2", tmp_path))
-    assert job.has("finetune")
 
 
 def test_what_was_converted_from_megatron_fsdp_is_launched_without_it(tmp_path: Path) -> None:
@@ -99,16 +91,15 @@ def test_what_was_converted_from_megatron_fsdp_is_launched_without_it(tmp_path: 
 
 
 def test_what_was_imported_is_launched_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights alone are for finetuning."""
+    assert as_is(run_of("v016_dense_weightsonly_tp2", tmp_path / "run"))[1].has("finetune")
     assert run(["export-hf", str(LLAMA), str(tmp_path / "hf"), "-q"]) == 0
     assert run(["import-hf", str(tmp_path / "hf"), str(tmp_path / "out"), "-q"]) == 0
     _, job = as_is(tmp_path / "out")
     assert (job.get("num_layers"), job.has("finetune")) == (2, True)
     capsys.readouterr()
     assert run(["preflight", str(tmp_path / "out")]) == 1
-    assert (
-        "a 3D-parallel job without Megatron-FSDP loads it as it is: launch with (main)"
-        in capsys.readouterr().out
-    )
+    assert "a 3D-parallel job without Megatron-FSDP loads it as it is" in capsys.readouterr().out
 
 
 def test_there_is_none_where_a_job_is_described_or_megatron_fsdp_loads_it() -> None:
@@ -129,15 +120,15 @@ def _stored(job: Job) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("program", ["core-0.16", "main"])
-@pytest.mark.parametrize("name", [*POPULAR, *RELEASED])
+@pytest.mark.parametrize("name", [*POPULAR, *DENSE])
 def test_an_imported_model_has_the_arguments_that_its_job_stores(name: str, program: str) -> None:
     """All of them, as the parser of the program gives them: a strict start compares some, the run uses the others."""
-    config = RELEASED.get(name) or (POPULAR[name] if name == "gpt2" else {**SIZES, **POPULAR[name]})
+    config = {**POPULAR, **DENSE}[name]
     args = imported(config, directory(config))[0].args
     facts = Facts("torch_dist", Job(program=program), args)
     if unsaid(facts):
         return
-    stored = _stored(parse_command(launch(facts, "/run").told, program))
+    stored = _stored(parse_command(launch(facts, "/run").filled_in, program))
     made = {n: list(v) if isinstance(v, tuple) else v for n, v in args.items() if n in stored}
     made = {n: v for n, v in made.items() if n not in ("padded_vocab_size", "params_dtype")}
     assert {n: (v, stored[n]) for n, v in made.items() if v != stored[n]} == {}

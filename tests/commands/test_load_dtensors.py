@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +14,12 @@ from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.commands.job.placements import Layout
 from ckpt_tools.commands.look.load_dtensors import mesh_axes
 from ckpt_tools.errors import UsageError
+from ckpt_tools.model.choices import LayoutName
 from ckpt_tools.sharding.topology import Topology
 from tests.commands import oracle
+from tests.commands.launched import torchrun
 from tests.commands.test_to_fsdp_dtensor import source_of
-from tests.conftest import REPO, fixture_dir
+from tests.conftest import fixture_dir
 
 LLAMA, MOE = "core019_llama_tp2_fully_reshardable", "core019_moe_ep2_fully_reshardable"
 GDN, GPT = "main_gdn_fr_tp2", "core019_gpt3_tp2_fully_reshardable"
@@ -29,15 +27,8 @@ GDN, GPT = "main_gdn_fr_tp2", "core019_gpt3_tp2_fully_reshardable"
 
 def case(name: str, layout: str, mesh: dict[str, int], ep: int = 1) -> dict[str, Any]:
     label = f"{name}-{layout}-{'-'.join(f'{k}{v}' for k, v in mesh.items())}-ep{ep}"
-    return {
-        "name": label,
-        "fixture": name,
-        "layout": layout,
-        "axes": list(mesh),
-        "mesh": list(mesh.values()),
-        "ep": ep,
-        "device": "cpu",
-    }
+    sizes = {"axes": list(mesh), "mesh": list(mesh.values()), "ep": ep}
+    return {"name": label, "fixture": name, "layout": layout, "device": "cpu", **sizes}
 
 
 THREE = [case(LLAMA, "mfsdp-v1", {"dp_shard": 3}), case(LLAMA, "fsdp2", {"fsdp": 3})]
@@ -57,31 +48,14 @@ def run_job(cases: list[dict[str, Any]], ranks: int, tmp_path: Path) -> list[dic
         whole, laid_out = (
             tmp_path / f"{c['name']}.{name}" / "iter_0000001" for name in ("whole", "laid_out")
         )
-        for folder, layout in (
-            (whole, Layout("even", topology)),
-            (laid_out, Layout(c["layout"], topology)),
-        ):
-            options = ConvertOptions(layout=layout, check_masters="none")
+        layouts: tuple[tuple[Path, LayoutName], ...] = ((whole, "even"), (laid_out, c["layout"]))
+        for folder, layout in layouts:
+            options = ConvertOptions(layout=Layout(layout, topology), check_masters="none")
             convert_to_fsdp_dtensor(str(source), str(folder), options)
         truth = oracle.tensors(whole)
         torch.save(truth, tmp_path / f"{c['name']}.pt")
         c |= {"source": str(source), "converted": str(laid_out), "truth": str(tmp_path / f"{c['name']}.pt")}
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    task = tmp_path / "task.json"
-    task.write_text(json.dumps({"cases": cases, "scratch": str(scratch)}))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [*launcher, "-m", "tests.commands.dtensor_worker", str(task)],
-        cwd=REPO,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((scratch / f"result_{rank}.json").read_text()) for rank in range(ranks)]
+    return torchrun("dtensor_worker", cases, ranks, tmp_path / "scratch")
 
 
 def assert_all_equal(result: dict[str, Any], name: str) -> None:
@@ -101,10 +75,9 @@ def test_three_ranks_hold_their_rows_and_open_one_file_each(tmp_path):
         for rank, result in enumerate(results):
             assert_all_equal(result[name], name)
             assert result[name]["opened"] == [f"__{rank}_0.distcp"], name
-        sharded = [
-            key for key in truth if not key.startswith("rng") and not key.endswith((".step", "expert_bias"))
-        ]
-        assert sum(r[name]["elements"] for r in results) == sum(truth[key].numel() for key in sharded)
+        whole = [k for k in truth if k.startswith("rng") or k.endswith((".step", "expert_bias"))]
+        sharded = sum(tensor.numel() for key, tensor in truth.items() if key not in whole)
+        assert sum(r[name]["elements"] for r in results) == sharded
         assert any(r[name]["uneven"] for r in results), name
         assert set(results[0][name]["keys"]) == set(truth), name
 

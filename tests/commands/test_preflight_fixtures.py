@@ -9,18 +9,15 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.check.launch import _LEFT_OUT, _decided, _plain
+from ckpt_tools.commands.check.launch import _LEFT_OUT, _decided, said_by
 from ckpt_tools.commands.check.preflight import Preflight, preflight
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.formats.locate.detect import TRACKER
 from ckpt_tools.verify.readiness.facts import Facts
-from ckpt_tools.verify.readiness.job import Job, parse_command
-from ckpt_tools.verify.readiness.megatron_args import flags_of
+from ckpt_tools.verify.readiness.job import Job, flags_of, parse_command
 from tests.commands.launched import launch_of
 from tests.conftest import all_checkpoints
 from tests.damage import copy_of, drop_key, metadata_of
-
-# Refused when this was written, by name; tried as soon as they convert.
 
 
 @cache
@@ -56,15 +53,8 @@ def _converted(name: str, folder: Path, *more: str) -> Path:
     options += ["--target", target] if (target := _target(name)) else []
     out = folder / "out"
     is_run = (source / TRACKER).exists()
-    words = [
-        "convert",
-        str(source),
-        str(out if is_run else out / f"iter_{iteration:07d}"),
-        "-q",
-        *options,
-        *more,
-    ]
-    assert run(words) == 0
+    folder = out if is_run else out / f"iter_{iteration:07d}"
+    assert run(["convert", str(source), str(folder), "-q", *options, *more]) == 0
     if not is_run:  # its folder tells no iteration
         (out / TRACKER).write_text(str(iteration))
     return out
@@ -107,21 +97,12 @@ def _assert_the_command_says_the_arguments(path: str, target: str | None) -> Non
         "micro_batch_size", "max_position_embeddings",
     }  # fmt: skip
     for flag in flags_of(found.program):
-        value = _plain(args.get(flag.name), flag)
+        value = said_by(args.get(flag.name), flag)
         if value is None or _LEFT_OUT.fullmatch(flag.name) or flag.name in changed:
             continue
         if not args.get("use_megatron_fsdp") and "fsdp" in flag.name:
             continue
         assert job.settings[flag.name] == value, flag.name
-
-
-def test_weights_alone_say_which_versions_start_from_them(tmp_path):
-    path = str(_converted("v016_dense_weightsonly_tp2", tmp_path))
-    assert "--finetune" in launch_of(preflight(path, target="core-0.16")).words
-    found = preflight(path, target="main")
-    assert found.launch is None
-    assert [f.check for f in found.report.findings] == ["optimizer-entries"]
-    assert "core-0.16 or core-0.17" in found.report.findings[0].fix
 
 
 def test_megatron_lm_does_not_load_what_bridge_trained(tmp_path):

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from ckpt_tools.cli.app import run
 from tests.commands.test_huggingface import model
 from tests.megatron.huggingface.by_rules import directory
-from tests.megatron.huggingface.test_moe_families import GLM
+from tests.megatron.huggingface.released import GLM
 
 MINE = """
 family: mine

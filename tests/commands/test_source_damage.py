@@ -155,7 +155,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path, name: str) -> Non
     fixture, command = COMMANDS[name]
     source, out = copy_of(fixture, tmp_path / "in"), tmp_path / "out"
     written = command(str(source), str(out), WriteOptions()).written
-    assert re.fullmatch(r"\d+ payloads of the source, [\d.]+ [KM]iB, proven", source_checksums(written))
+    assert re.fullmatch(r"\d+ checksums of the source \([\d.]+ [KM]iB\)", source_checksums(written))
     good = content(out)
     shutil.rmtree(out)
     rng = random.Random(name)
@@ -186,7 +186,7 @@ def test_unproven_only_if_asked_for(tmp_path: Path, name: str) -> None:
     _, path, offset, nbytes = weights[len(weights) // 2]
     flip_bit(path, offset + nbytes // 2)
     report = command(str(source), str(out), NONE)
-    assert source_checksums(report.written) == "not checked (--check-source none)"
+    assert source_checksums(report.written) == "the source was not checked (--check-source none)"
     assert report.written.check_source == "none"
     assert (report.written.payloads_proven, report.written.bytes_read_to_prove) == (0, 0)
 
@@ -255,7 +255,8 @@ def test_safetensors_carry_no_checksums_which_is_said(tmp_path: Path) -> None:
     assert written is not None
     assert (written.payloads_proven, written.bytes_proven) == (0, 0)
     assert (
-        source_checksums(written) == f"{written.payloads_without_checksum} payloads of the source carry none"
+        source_checksums(written)
+        == f"{written.payloads_without_checksum} tensors of the source have no checksum"
     )
     assert written.payloads_without_checksum == len(read_safetensors_catalog(str(tmp_path / "hf")).tensors)
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any, cast
@@ -27,8 +23,11 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.move.read_box import BoxReader
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from tests.commands import oracle
-from tests.conftest import DATA, REPO, fixture_dir
+from tests.commands.launched import torchrun
+from tests.conftest import DATA, fixture_dir
 from tests.megatron.dcp.sharded_cases import sharded as sharded  # noqa: PLC0414  a fixture
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
 MOE = fixture_dir("core019_moe_ep2_fully_reshardable")
@@ -72,17 +71,7 @@ def case(source: Path, to: str, tmp_path: Path, **target: Any) -> dict[str, Any]
 
 def run_job(cases: list[dict[str, Any]], ranks: int, tmp_path: Path) -> None:
     """Every rank of a torchrun job finds the bytes that stock torch reads from the conversion."""
-    task = tmp_path / "task.json"
-    task.write_text(json.dumps({"cases": cases, "scratch": str(tmp_path)}))
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-         "-m", "tests.commands.storage_reader_worker", str(task)],
-        check=False,
-        cwd=REPO, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    for rank in range(ranks):
-        results = json.loads((tmp_path / f"result_{rank}.json").read_text())
+    for rank, results in enumerate(torchrun("storage_reader_worker", cases, ranks, tmp_path)):
         assert results.keys() == {c["name"] for c in cases}
         for name, result in results.items():
             assert result["wrong"] == [], (rank, name)
@@ -98,26 +87,18 @@ def test_two_ranks_find_the_bytes_of_every_conversion(tmp_path, sharded):
     cases += [case(sharded / name, "dcp", tmp_path) for name in FORMS]
     cases += [case(LLAMA, "dcp", tmp_path, weights_only=True, dtype="bfloat16")]
     hf = case(tmp_path / "hf", "dcp", tmp_path) | {"objects": []}
-    import_hf(
-        str(tmp_path / "hf"),
-        str(tmp_path / "imported"),
-        ImportOptions(to="fsdp_dtensor", fsdp=TargetOptions(fresh_optimizer=False)),
-    )
-    imported = hf | {
-        "name": "imported",
-        "to": "fsdp_dtensor",
-        "converted": str(iteration(tmp_path / "imported")),
-    }
-    for name in LAYOUTS:
-        told = {"tp": 2} if "gdn" in name else {}
-        cases += [case(fixture_dir(name), to, tmp_path, **told) for to in ("dcp", "fsdp_dtensor")]
+    options = ImportOptions(to="fsdp_dtensor", fsdp=TargetOptions(fresh_optimizer=False))
+    import_hf(str(tmp_path / "hf"), str(tmp_path / "imported"), options)
+    folder = str(iteration(tmp_path / "imported"))
+    imported = hf | {"name": "imported", "to": "fsdp_dtensor", "converted": folder}
+    for number, name in enumerate(LAYOUTS):
+        tp = {"tp": 2} if "gdn" in name else {}
+        cases += [case(fixture_dir(name), ("dcp", "fsdp_dtensor")[number % 2], tmp_path, **tp)]
     run_job([*cases, hf, imported], 2, tmp_path)
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_other_numbers_of_ranks(ranks, tmp_path):
-    """Four hold rows that are replicated over two."""
-    run_job([case(LLAMA, "dcp", tmp_path), case(MOE, "fsdp_dtensor", tmp_path)], ranks, tmp_path)
+def test_rows_that_are_replicated_over_two_ranks(tmp_path):
+    run_job([case(LLAMA, "dcp", tmp_path), case(MOE, "fsdp_dtensor", tmp_path)], 4, tmp_path)
 
 
 def whole(tmp_path: Path) -> tuple[dict[str, torch.Tensor], Path]:
@@ -126,7 +107,6 @@ def whole(tmp_path: Path) -> tuple[dict[str, torch.Tensor], Path]:
     return oracle.tensors(iteration(out)), iteration(out)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_nested_state_dicts_and_objects_in_one_process(tmp_path):
     """As a trainer writes it: dicts in a dict, numbers among tensors, no process group."""
     truth, folder = whole(tmp_path)
@@ -161,7 +141,6 @@ def running_module(names: dict[str, torch.Size]) -> torch.nn.Module:
     return top
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("name", [LLAMA.name, "tf2_dist"])
 def test_a_torch_program_resumes_a_megatron_run(name, tmp_path):
     """torch's own AdamW, by `set_state_dict`: nothing that it asks for is missing, fused Adam's runs included."""
@@ -190,7 +169,6 @@ def test_a_torch_program_resumes_a_megatron_run(name, tmp_path):
             assert oracle.same_bytes(value, truth[f"optimizer.state.{parameter_name}.{kind}"])
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_another_type_in_the_template_is_cast_as_stock_torch_does(tmp_path):
     truth, folder = whole(tmp_path)
     key = "model.decoder.layers.0.mlp.linear_fc1.weight"
@@ -200,7 +178,6 @@ def test_another_type_in_the_template_is_cast_as_stock_torch_does(tmp_path):
     assert oracle.same_bytes(ours[key], stock[key])
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_only_what_is_asked_for_is_read(monkeypatch):
     read: list[tuple[str, int]] = []
     own = BoxReader.read
@@ -218,7 +195,6 @@ def test_only_what_is_asked_for_is_read(monkeypatch):
     assert read == [("model.output_layer.weight", shape.numel())]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_key_that_is_not_there_is_told_with_those_that_were_meant():
     state = {"model.decoder.layers.0.mlp.linear_fc1.weight_w": torch.zeros(2)}
     reader = ckpt_tools.StorageReader(str(LLAMA))
@@ -235,7 +211,6 @@ def test_a_key_that_is_not_there_is_told_with_those_that_were_meant():
     assert not state.popitem()[1].any()
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_another_shape_is_refused_with_both():
     state = {"model.decoder.final_layernorm.weight": torch.zeros(3)}
     with pytest.raises(
@@ -244,7 +219,6 @@ def test_another_shape_is_refused_with_both():
         dcp.load(state, storage_reader=ckpt_tools.StorageReader(str(LLAMA)), no_dist=True)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_masters_that_are_not_the_weights_stop_a_load(tmp_path):
     from tests.altered import altered, overwrite
 
@@ -270,7 +244,6 @@ def test_what_is_no_checkpoint_or_no_format(tmp_path):
     assert "model.decoder.final_layernorm.weight" in set(moved.keys())
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_partial_load_of_thousands_tells_of_a_few():
     """And none of it is slow: names are compared for these alone."""
     state = {f"model.nobody.{i}": torch.zeros(1) for i in range(2000)}

@@ -155,7 +155,7 @@ def test_without_rng_states_the_record_tells(tp, tmp_path, capsys):
     (oracle.files_of(tmp_path / "there") / RECORD_FILE).unlink()
     for words in (("--to", "torch_dist"), ("--tp", 1)):
         assert convert(tmp_path / "there", tmp_path / "no", *words) == 2
-    assert "nothing tells for which size they are" in capsys.readouterr().err
+    assert "as the size they are for is unknown" in capsys.readouterr().err
 
 
 def test_a_native_checkpoint_has_the_keys_and_shapes_of_the_conversion_for_its_size(tmp_path):

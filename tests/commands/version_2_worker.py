@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +17,28 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.sharding.strategies_worker import stand_in_for_cuda
-
 _UNIT = re.compile(r"decoder\.layers\.\d+")
+
+
+class Nothing:
+    """A stream or event that does nothing."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+def stand_in_for_cuda() -> None:
+    cuda: Any = torch.cuda
+    cuda.Stream = cuda.Event = Nothing
+    cuda.current_stream = Nothing
+    cuda.stream = cuda.device = lambda *_: contextlib.nullcontext()
+    cuda.current_device = lambda: 0
+    cuda.synchronize = cuda.empty_cache = lambda *_: None
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *_, **__: self
 
 
 def model_of(shapes: dict[str, list[int]]) -> torch.nn.Module:

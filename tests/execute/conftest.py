@@ -23,6 +23,13 @@ from tests.plan.test_build import rows
 from tests.synthetic import DcpFolder
 
 
+def opened(source: DcpFolder) -> tuple[Files, Catalog]:
+    """A source that is complete now."""
+    source.finish()
+    files = open_files(str(source.folder))
+    return files, read_catalog(files)
+
+
 @dataclass(frozen=True)
 class Case:
     """A source on disk, what to make of it, and the arrays that must come out (bfloat16 as uint16)."""

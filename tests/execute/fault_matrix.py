@@ -2,23 +2,23 @@
 
 Whatever fails, a conversion must end in the right result or in one of our errors that names a file or key, and the
 next one must get there. A wrong result must at least be seen by `verify --content`, of the source or of the output.
+`test_faults.py` tries a sample.
 """
 
 from __future__ import annotations
 
 import argparse
-import builtins
 import contextlib
 import errno
-import io
 import itertools
 import os
 import random
 import shutil
+import signal
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,13 @@ from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.errors import CkptError, StorageError
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
+from ckpt_tools.formats.locate.detect import TRACKER
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.formats.torch_archive.item_reader import find_tensor
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from tests.damage import ITERATION, copy_of
 from tests.execute.conftest import make_case, reopened_case
-from tests.execute.faults import Fault, Faults, TorchrunConverters, kill_anywhere, raising
+from tests.execute.converter import PUBLISHED, Converters, Order
 from tests.execute.test_run import tree
 
 ERRORS = "open close mkdir rename replace unlink rmdir pwrite write pread preadv ftruncate fsync stat statvfs"
@@ -43,6 +44,27 @@ SHORT = "pwrite write pread preadv copy_file_range"
 ONE_THREAD = WriteOptions(threads=1, memory_bytes=3 << 16, fsync=True)  # so that calls have an order
 LLAMA = "core019_llama_tp2_fully_reshardable"
 Tree = dict[str, str]
+Fault = Callable[[Callable[..., Any], Any], Any]
+
+
+class Faults:
+    """Wraps one of os' functions so that its n-th call goes wrong."""
+
+    def __init__(self, real: Callable[..., Any], at: int, fault: Fault) -> None:
+        self.real, self.at, self.fault = real, at, fault
+        self.calls = itertools.count()
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        if next(self.calls) == self.at:
+            return self.fault(self.real, args)
+        return self.real(*args, **named)
+
+
+def raising(code: int) -> Fault:
+    def fault(real: Callable[..., Any], args: Any) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    return fault
 
 
 def short(real: Callable[..., Any], args: Any) -> Any:
@@ -50,47 +72,42 @@ def short(real: Callable[..., Any], args: Any) -> Any:
     first, second, *rest = args
     if real.__name__ == "copy_file_range":
         return real(first, second, 1, *rest[1:])
-    part = (
-        [second[0][:1]]
-        if isinstance(second, list)
-        else 1
-        if isinstance(second, int)
-        else memoryview(second)[:1]
-    )
-    return real(first, part, *rest)
+    if isinstance(second, list | int):
+        return real(first, 1 if isinstance(second, int) else [second[0][:1]], *rest)
+    return real(first, memoryview(second)[:1], *rest)
 
 
 def failing_calls(folder: Path, resumed: bool) -> Iterator[tuple[str, Counter[str]]]:
     """ENOSPC, EIO and short counts at every single call of one small conversion, from its start or when resumed."""
-    make_case(folder / "source", scale=24)
-    convert(folder, overwrite=True)
-    good = tree(folder / "out")
-    for code, call in itertools.product(
-        (errno.ENOSPC, errno.EIO), [*ERRORS.split(), "file.open", "file.write"]
-    ):
-        inject = in_files if call.startswith("file.") else in_os
-        fault = partial(inject, call.removeprefix("file."), fault=raising(code))
-        yield f"{call}: {errno.errorcode[code]}", every_call(folder, good, fault, resumed)
+    for call in ERRORS.split():
+        for code in (errno.ENOSPC, errno.EIO):
+            yield f"{call}: {errno.errorcode[code]}", every_call(folder, call, raising(code), resumed)
     for call in SHORT.split():
-        yield f"{call}: one byte", every_call(folder, good, partial(in_os, call, fault=short), resumed)
+        yield f"{call}: one byte", every_call(folder, call, short, resumed)
 
 
 def every_call(
-    folder: Path, good: Tree, inject: Callable[..., AbstractContextManager[Faults]], resumed: bool
+    folder: Path, call: str, fault: Fault, resumed: bool = False, numbers: Iterable[int] = range(10_000)
 ) -> Counter[str]:
-    """How conversions over an old output end when their n-th call fails, for every n there is."""
-    ends = Counter[str]()
-    for at in range(10_000):
+    """How conversions over an old output end when their n-th call fails, for every n of `numbers` that there is."""
+    # The kernel copies only what need not be proven.
+    options = replace(ONE_THREAD, check_source="none" if call == "copy_file_range" else "all")
+    if not (folder / "source").exists():
+        make_case(folder / "source", scale=24)
+    put_old(folder)
+    assert convert(folder, options, overwrite=True) == "done"
+    good, ends = tree(folder / "out"), Counter[str]()
+    for at in numbers:
         put_old(folder)
         if resumed:
             with in_os("pwrite", 40, raising(errno.EIO)):
-                assert convert(folder, overwrite=True) == "error"
-        with inject(at=at) as faults:
-            end = convert(folder, overwrite=True, resume=resumed)
+                assert convert(folder, options, overwrite=True) == "error"
+        with in_os(call, at, fault) as faults:
+            end = convert(folder, options, overwrite=True, resume=resumed)
         if next(faults.calls) <= at:
-            return ends
+            break
         ends[settle(folder, good, end)] += 1
-    raise AssertionError("too many calls")
+    return ends
 
 
 @contextlib.contextmanager
@@ -100,41 +117,6 @@ def in_os(call: str, at: int, fault: Fault) -> Iterator[Faults]:
         yield faults
 
 
-@contextlib.contextmanager
-def in_files(call: str, at: int, fault: Fault) -> Iterator[Faults]:
-    """Faults of Python's own files: when they are opened, or written to."""
-    real = io.open
-    faults = Faults(real, at, fault)
-
-    def opened(path: Any, mode: str = "r", *args: Any, **named: Any) -> Any:
-        file = real(path, mode, *args, **named)
-        return file if "r" in mode else _Failing(file, faults)
-
-    replacement = faults if call == "open" else opened
-    with patch.object(builtins, "open", replacement), patch.object(io, "open", replacement):
-        yield faults
-
-
-class _Failing:
-    """An open file with writes that may fail."""
-
-    def __init__(self, file: Any, faults: Faults) -> None:
-        self._file, self._faults = file, faults
-
-    def write(self, data: Any) -> Any:
-        self._faults.real = self._file.write
-        return self._faults(data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def __enter__(self) -> _Failing:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._file.close()
-
-
 def put_old(folder: Path) -> None:
     for path in (folder / "out", folder / ".out.ckpt_tools-partial"):
         shutil.rmtree(path, ignore_errors=True)
@@ -142,12 +124,11 @@ def put_old(folder: Path) -> None:
     (folder / "out" / ".metadata").write_text("old")
 
 
-def convert(folder: Path, overwrite: bool = False, resume: bool = False) -> str:
+def convert(folder: Path, options: WriteOptions = ONE_THREAD, **how: Any) -> str:
     files = open_files(str(folder / "source"))
     try:
         plan = reopened_case(folder / "source").plan(2)
-        output = Output(folder / "out", {"tracker": b"1"}, overwrite=overwrite, resume=resume)
-        write_checkpoint(plan, files, output, ONE_THREAD)
+        write_checkpoint(plan, files, Output(folder / "out", {"tracker": b"1"}, **how), options)
     except StorageError as error:
         assert str(folder) in str(error), error
         return "error"
@@ -189,30 +170,6 @@ def regions(folder: Path) -> dict[str, list[tuple[str, range]]]:
     return found
 
 
-def truncations(folder: Path) -> Iterator[tuple[str, Counter[str]]]:
-    """The small source cut at, before and behind the beginning of each region, and its metadata at every byte."""
-    source = folder / "source"
-    make_case(source, scale=4)
-    convert(folder, overwrite=True)
-    good = tree(folder / "out")
-    for name, places in regions(source).items():
-        cuts = {(file, place.start + by) for file, place in places for by in (-1, 0, 1)}
-        yield f"cut at {name}", Counter(cut_source(source / f, at, folder, good) for f, at in cuts if at >= 0)
-    metadata = source / ".metadata"
-    yield (
-        "cut in .metadata",
-        Counter(cut_source(metadata, at, folder, good) for at in range(metadata.stat().st_size)),
-    )
-
-
-def cut_source(path: Path, at: int, folder: Path, good: Tree) -> str:
-    data = path.read_bytes()
-    path.write_bytes(data[:at])
-    end = damaged(path, folder, good, lambda: convert(folder, overwrite=True))
-    path.write_bytes(data)
-    return end
-
-
 def flips(folder: Path, count: int, dice: random.Random) -> Iterator[tuple[str, Counter[str]]]:
     """Bits flipped in every region of the small source."""
     source = folder / "source"
@@ -232,12 +189,8 @@ def metadata_flips(folder: Path, count: int, dice: random.Random) -> Iterator[tu
     """Bits flipped in the metadata of a real checkpoint that is converted."""
     root = copy_of(LLAMA, folder)
     options = ConvertOptions(target=TargetOptions(swiglu=True), overwrite=True, write=ONE_THREAD)
-
-    def whole() -> None:
-        convert_to_fsdp_dtensor(str(root), str(folder / "out"), options)
-
+    whole = partial(convert_to_fsdp_dtensor, str(root), str(folder / "out"), options)
     whole()
-    shutil.copytree(folder / "out", folder / "first")
     good = tree(next((folder / "out").glob("iter_*")))
     path = root / ITERATION / ".metadata"
     bits = [dice.randrange(8 * path.stat().st_size) for _ in range(count)]
@@ -276,58 +229,130 @@ def damaged(path: Path, folder: Path, good: Tree, convert: Callable[[], object])
     return "WRONG result"
 
 
-def kills(folder: Path, count: int, aim: str) -> Iterator[tuple[str, Counter[str]]]:
-    """Converters of one and of two processes killed at random calls, or in the middle of writing."""
-    for world in (1, 2):
-        (folder / str(world)).mkdir()
-        ends = kill_anywhere(folder / str(world), count // 2, world, aim=aim)
-        after = {name: ends.pop(name, 0) for name in ("went on from finished items", "found published")}
-        yield f"kill -9, {world} process(es)", ends
-        yield "  of which the next", Counter(after)
-        if aim != "mid":
-            assert ends["old"] and ends["new"], "both sides of publication must be seen"
-        assert ends["not reached"] <= count // 4, "most were not killed at all"
+_LAST_CALLS = (
+    8  # aimed at, counted back from the end: all that is done after publication, and what is before it
+)
 
 
-def torchrun_kills(folder: Path, count: int) -> Iterator[tuple[str, Counter[str]]]:
-    """Ranks of torchrun killed in the middle of writing."""
-    ends = kill_anywhere(folder, count, 2, aim="mid", launcher=TorchrunConverters)
-    went_on = ends.pop("went on from finished items", 0)
-    yield "kill -9, torchrun", ends
-    yield "  of which the next", Counter({"went on from finished items": went_on})
+class Killed:
+    """An output that converters are killed at, one after another, and what must be true of it after each."""
+
+    def __init__(self, converters: Converters, folder: Path, world: int) -> None:
+        make_case(folder / "source", scale=24)
+        self._folder, self._converters = folder, converters
+        self._order = Order(str(folder), world=world, killed_at="-1", overwrite=True, resume=True)
+        self._out, self._partial = folder / "out", folder / ".out.ckpt_tools-partial"
+        self._good: Tree | None = None
+        self.finish()
+        self._good = tree(self._out)
+
+    def calls(self, rank: int) -> list[int]:
+        """How many calls of the system a rank made in the last run to its end: all, and after publication."""
+        return list(map(int, (self._folder / f"calls{rank}").read_text().split()))
+
+    def kill(self, at: str, victim: int, has_old: bool, goes_on: bool) -> Counter[str]:
+        """Kill one converter at its `at`-th call; how it ended, what it left, and how one went on from there."""
+        shutil.rmtree(self._out, ignore_errors=True)
+        if has_old:
+            self._out.mkdir()
+            (self._out / ".metadata").write_text("old")
+        tracker = self._folder / TRACKER
+        tracker.write_text("old")
+        status = self._converters.run(replace(self._order, killed_at=at, victim=victim))[victim].status
+        assert status in (-signal.SIGKILL, 0), status  # 0: going on took fewer calls than from the start
+        is_old = not self._out.exists() or {p.name for p in self._out.iterdir()} == {".metadata"}
+        assert is_old or tree(self._out) == self._good
+        tracked = tracker.read_text()
+        assert tracked in ("old", "7"), "whole, whenever it is read"
+        assert tracked == "old" or not is_old, "the tracker names what is not there"
+        ends = Counter(["not reached" if status == 0 else "old" if is_old else "new"])
+        if goes_on or not is_old:
+            says_so = (self._partial / "publishing").exists()
+            read, resumed = self.finish()
+            if says_so and not is_old:
+                assert read == 0, "what was published is written again"
+                ends["found published"] += 1
+            elif is_old and resumed:
+                ends["went on from finished items"] += 1
+        return ends
+
+    def finish(self) -> tuple[int, int]:
+        """Let a converter run to its end: the bytes that it read, and the items that it found finished."""
+        ends = self._converters.run(self._order)
+        assert all(end.status == 0 for end in ends), ends
+        assert self._good is None or tree(self._out) == self._good
+        assert (self._folder / TRACKER).read_text() == "7"
+        assert not self._partial.exists()
+        return ends[0].bytes_read, ends[0].resumed
+
+
+def kill_anywhere(
+    converters: Converters, folder: Path, kills: int, world: int, aim: str = ""
+) -> Counter[str]:
+    """How many converters killed at calls of the system left what: the old state, or the whole new one.
+
+    Rank 0 is killed at its first call, at its first after publication, then at its last calls; then random ranks at
+    random calls, or, with `aim` "mid", in the middle of writing. Half of them go on afterwards; others leave their
+    remains to the next.
+    """
+    dice, ends = random.Random(7), Counter[str]()
+    state = Killed(converters, folder, world)
+    whole, after = state.calls(0)  # going on takes fewer
+    back = range(1, min(kills // 2, _LAST_CALLS))
+    aimed = ["0", f"{PUBLISHED}0"]
+    aimed += [f"{PUBLISHED}{after - n}" if n < after else str(whole - n) for n in back]
+    for number in range(kills):
+        victim = 0
+        if aim == "" and number < len(aimed):
+            at = aimed[number]
+        else:
+            victim = dice.randrange(world)
+            calls, _ = state.calls(victim)
+            last = min(dice.choice([calls, 40, 12]), calls)
+            at = str(
+                dice.randrange(calls // 8, calls * 7 // 8)
+                if aim == "mid"
+                else calls - 1 - dice.randrange(last)
+            )
+        ends += state.kill(at, victim, has_old=dice.random() < 0.7, goes_on=dice.random() < 0.5)
+    state.finish()
+    return ends
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--kills", type=int, default=200)
     options.add_argument("--flips", type=int, default=300, help="in each region")
-    options.add_argument(
-        "--aim", choices=["", "mid"], default="", help="where kills strike: anywhere, or mid-write"
-    )
-    options.add_argument("--torchrun", type=int, default=20, help="kills of ranks of torchrun itself")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--only", default="", help="sections whose name has this in it")
     chosen = options.parse_args()
     dice = random.Random(chosen.seed)
+    wrong, converters = 0, Converters()
+
+    def kills(folder: Path) -> Iterator[tuple[str, Counter[str]]]:
+        for number, (world, aim) in enumerate(itertools.product((1, 2), ("", "mid"))):
+            place = folder / str(number)
+            yield (
+                f"{world} process(es) {aim}",
+                kill_anywhere(converters, place, chosen.kills // 4, world, aim),
+            )
+
     sections: dict[str, Callable[[Path], Iterator[tuple[str, Counter[str]]]]] = {
-        "kills": lambda folder: kills(folder, chosen.kills, chosen.aim),
-        "torchrun": lambda folder: torchrun_kills(folder, chosen.torchrun),
+        "kills": kills,
         "failing calls": partial(failing_calls, resumed=False),
         "failing calls, resumed": partial(failing_calls, resumed=True),
-        "truncations": truncations,
         "flips": lambda folder: flips(folder, chosen.flips, dice),
         "metadata flips": lambda folder: metadata_flips(folder, chosen.flips, dice),
     }
-    wrong = 0
     for name, section in sections.items():
-        if chosen.only not in name:
-            continue
-        print(f"{name}:", flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            for what, ends in section(Path(folder)):
-                listed = ", ".join(f"{count} {end}" for end, count in sorted(ends.items()))
-                print(f"  {what:<28}{sum(ends.values()):>6}: {listed}", flush=True)
-                wrong += ends["WRONG result"] + ends["error without a name"]
+        if chosen.only in name:
+            print(f"{name}:", flush=True)
+            with tempfile.TemporaryDirectory() as folder:
+                for what, ends in section(Path(folder)):
+                    listed = ", ".join(f"{count} {end}" for end, count in sorted(ends.items()))
+                    print(f"  {what:<28}{sum(ends.values()):>6}: {listed}", flush=True)
+                    wrong += ends["WRONG result"] + ends["error without a name"]
+    converters.close()
     raise SystemExit(1 if wrong else 0)
 
 

@@ -13,7 +13,6 @@ from ckpt_tools.execute.output import access
 from ckpt_tools.execute.run import Output, write_checkpoint
 from ckpt_tools.formats.locate.detect import TRACKER
 from ckpt_tools.formats.storage.open_files import open_files
-from tests.execute.conftest import Case
 
 GROUP = 54321
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give to any group")
@@ -46,9 +45,7 @@ def modes(folder: Path) -> set[int]:
     ],
     ids=oct,
 )
-def test_as_private_as_the_source(
-    case: Case, tmp_path: Path, source: int, mask: int, directory: int, file: int
-) -> None:
+def test_as_private_as_the_source(case, tmp_path, source, mask, directory, file):
     (tmp_path / "source").chmod(source)
     os.umask(mask)
     out = tmp_path / "run" / "iter"
@@ -59,7 +56,7 @@ def test_as_private_as_the_source(
     assert mode(out.parent / TRACKER) == file
 
 
-def test_private_files_in_an_open_directory_stay_private(case: Case, tmp_path: Path) -> None:
+def test_private_files_in_an_open_directory_stay_private(case, tmp_path):
     for path in (tmp_path / "source").iterdir():
         path.chmod(0o600)
     (tmp_path / "source").chmod(0o775)
@@ -84,8 +81,8 @@ def test_private_files_in_an_open_directory_stay_private(case: Case, tmp_path: P
     ids=oct,
 )
 def test_neither_what_is_replaced_nor_the_source_becomes_more_open(
-    case: Case, tmp_path: Path, content: bool, source: int, old: int, directory: int, file: int
-) -> None:
+    case, tmp_path, content, source, old, directory, file
+):
     os.umask(0)
     out = tmp_path / "out"
     out.mkdir()
@@ -104,7 +101,7 @@ def test_neither_what_is_replaced_nor_the_source_becomes_more_open(
 
 
 @root_only
-def test_the_group_comes_along(case: Case, tmp_path: Path) -> None:
+def test_the_group_comes_along(case, tmp_path):
     os.chown(tmp_path / "source", -1, GROUP)
     (tmp_path / "source").chmod(0o2750)
     write_checkpoint(case.plan(2), case.files, Output(tmp_path / "run" / "out", {TRACKER: b"2"}))
@@ -114,44 +111,30 @@ def test_the_group_comes_along(case: Case, tmp_path: Path) -> None:
 
 
 @root_only
-def test_a_parent_that_hands_down_its_group_is_honoured(case: Case, tmp_path: Path) -> None:
+def test_a_parent_that_hands_down_its_group_is_honoured(case, tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()
     os.chown(shared, -1, GROUP)
     shared.chmod(0o2775)
     (tmp_path / "source").chmod(0o750)
-    write_checkpoint(case.plan(2), case.files, Output(shared / "out"))
+    write_checkpoint(case.plan(2), case.files, Output(shared / "out", {TRACKER: b"1"}))
     assert mode(shared / "out") == 0o2750
     assert {path.stat().st_gid for path in shared.rglob("*")} == {GROUP}
 
 
-def test_a_group_that_may_not_be_given_gets_nothing(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_that_may_not_be_given_gets_nothing(case, tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise PermissionError
 
     monkeypatch.setattr(os, "fchown", refuse)
     real = access.access_of
     monkeypatch.setattr(
-        "ckpt_tools.execute.output.staging.access_of",
+        "ckpt_tools.execute.output.local_output.access_of",
         lambda path: real(path)._replace(group=GROUP, setgid=True),
     )
     (tmp_path / "source").chmod(0o750)
     write_checkpoint(case.plan(2), case.files, Output(tmp_path / "out"))
     assert mode(tmp_path / "out") == 0o700
-
-
-@root_only
-def test_a_tracker_gets_the_group_that_its_folder_hands_down(case: Case, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    os.chown(run, -1, GROUP)
-    run.chmod(0o2755)
-    write_checkpoint(case.plan(2), case.files, Output(run / "iter", {TRACKER: b"1"}))
-    assert {path.stat().st_gid for path in (run / TRACKER, run / "iter", *(run / "iter").iterdir())} == {
-        GROUP
-    }
 
 
 @pytest.mark.parametrize(
@@ -167,19 +150,23 @@ def test_a_tracker_gets_the_group_that_its_folder_hands_down(case: Case, tmp_pat
         ((0o755, 0o644, 7), (0o705, 0o604, None), (0o705, 0o604, 7)),
     ],
 )
-def test_a_group_that_the_source_does_not_have_is_one_of_its_others(old, source, found) -> None:
+def test_a_group_that_the_source_does_not_have_is_one_of_its_others(old, source, found):
     assert access.Access(*old).within(access.Access(*source)) == access.Access(*found)
 
 
-def test_several_sources_give_what_all_of_them_allow() -> None:
-    access_to = access.Access
-    common = access.common_access
-    assert common([]) == access_to()
-    assert common([access_to(0o750, 0o640, 7, True)]) == access_to(0o750, 0o640, 7, True)
-    assert common([access_to(0o755, 0o644, 7), access_to(0o770, 0o660, 7)]) == access_to(0o750, 0o640, 7)
-    assert common([access_to(0o755, 0o644, 7), access_to(0o700, 0o600, 7)]) == access_to(0o700, 0o600, 7)
-    # nobody is known to be in both groups
-    assert common([access_to(0o775, 0o664, 7), access_to(0o775, 0o664, 8)]) == access_to(0o705, 0o604)
-    # once groups differ, one that comes back does not count
-    three = [access_to(0o770, 0o660, group) for group in (7, 8, 7)]
-    assert common(three) == access_to(0o700, 0o600)
+@pytest.mark.parametrize(
+    ("places", "found"),
+    [
+        ([], ()),
+        ([(0o750, 0o640, 7, True)], (0o750, 0o640, 7, True)),
+        ([(0o755, 0o644, 7), (0o770, 0o660, 7)], (0o750, 0o640, 7)),
+        ([(0o755, 0o644, 7), (0o700, 0o600, 7)], (0o700, 0o600, 7)),
+        ([(0o775, 0o664, 7), (0o775, 0o664, 8)], (0o705, 0o604)),  # nobody is known to be in both groups
+        (
+            [(0o770, 0o660, group) for group in (7, 8, 7)],
+            (0o700, 0o600),
+        ),  # one that comes back does not count
+    ],
+)
+def test_several_sources_give_what_all_of_them_allow(places, found):
+    assert access.common_access(access.Access(*place) for place in places) == access.Access(*found)

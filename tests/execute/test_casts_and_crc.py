@@ -44,7 +44,7 @@ def patterns(dtype: str) -> Array:
 
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value")
 @pytest.mark.parametrize(("source", "target"), [*itertools.product(sorted(CASTABLE), repeat=2)])
-def test_casts_equal_torch(source: str, target: str) -> None:
+def test_casts_equal_torch(source, target):
     bits = patterns(source)
     values = torch.from_numpy(bits.view("u1").copy()).view(getattr(torch, source))
     wanted_tensor = values.to(getattr(torch, target))
@@ -62,7 +62,7 @@ def test_casts_equal_torch(source: str, target: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value")
 @pytest.mark.parametrize(("source", "target"), [*itertools.permutations(sorted(CASTABLE), 2)])
-def test_a_checked_cast_counts_what_it_changes_and_refuses_infinities(source: str, target: str) -> None:
+def test_a_checked_cast_counts_what_it_changes_and_refuses_infinities(source, target):
     bits = patterns(source)
     values = torch.from_numpy(bits.view("u1").copy()).view(getattr(torch, source))
     there = values.to(getattr(torch, target))
@@ -96,9 +96,7 @@ def test_a_checked_cast_counts_what_it_changes_and_refuses_infinities(source: st
         ("float64", "float16", 0x40EF_FDFF_F000_0000),
     ],
 )
-def test_the_smallest_number_that_becomes_infinite_is_refused_alone(
-    source: str, target: str, first: int, sign: int
-) -> None:
+def test_the_smallest_number_that_becomes_infinite_is_refused_alone(source, target, first, sign):
     bits = first | sign << (8 * ITEMSIZE[source] - 1)
     cast_checked(np.array([bits - 1], raw_dtype(source)), source, target, "w", (0,))
     with pytest.raises(VerificationError, match="too large"):
@@ -106,18 +104,18 @@ def test_the_smallest_number_that_becomes_infinite_is_refused_alone(
 
 
 @pytest.mark.parametrize("dtype", ITEMSIZE)
-def test_numpy_types_have_the_size_of_the_element(dtype: str) -> None:
+def test_numpy_types_have_the_size_of_the_element(dtype):
     assert numpy_dtype(dtype).itemsize == raw_dtype(dtype).itemsize == ITEMSIZE[dtype]
     assert getattr(torch, dtype).itemsize == ITEMSIZE[dtype]
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
-def test_joined_checksums(a: bytes, b: bytes) -> None:
+def test_joined_checksums(a, b):
     assert crc.crc32(a) == zlib.crc32(a)
     assert crc.combine(zlib.crc32(a), zlib.crc32(b), len(b)) == zlib.crc32(a + b)
 
 
-def test_joined_checksum_of_much() -> None:
+def test_joined_checksum_of_much():
     block = bytes(1 << 20)
     total = 0
     for _ in range(40):
@@ -126,7 +124,7 @@ def test_joined_checksum_of_much() -> None:
 
 
 @given(st.integers(0, 100_000))
-def test_the_sum_of_zeros_is_zlibs(nbytes: int) -> None:
+def test_the_sum_of_zeros_is_zlibs(nbytes):
     assert crc.of_zeros(nbytes) == zlib.crc32(bytes(nbytes))
 
 
@@ -135,7 +133,7 @@ def test_the_sum_of_zeros_is_zlibs(nbytes: int) -> None:
     st.integers(0, 0xFFFFFFFF),
     st.one_of(st.integers(0, 300), st.integers(0, 1 << 50)),
 )
-def test_sums_are_joined_alike_without_isal(first: int, second: int, nbytes: int) -> None:
+def test_sums_are_joined_alike_without_isal(first, second, nbytes):
     assert WITHOUT_ISAL["combine"](first, second, nbytes) == crc.combine(first, second, nbytes)
     assert WITHOUT_ISAL["of_zeros"](nbytes) == crc.of_zeros(nbytes)
     assert WITHOUT_ISAL["crc32"] is zlib.crc32

@@ -14,12 +14,15 @@ from tests.conftest import REPO
 from tests.synthetic import DcpFolder
 
 MIB = 1 << 20
+# Every worker says by how much it has grown since it was forked.
 SCRIPT = """
 import sys, threading
 from pathlib import Path
-from ckpt_tools.model.box import Box, full_box
+from ckpt_tools.model.box import Box
 from ckpt_tools.formats.dcp.metadata_read import read_catalog
 from ckpt_tools.formats.storage.open_files import open_files
+from ckpt_tools.execute.processes.ranks import Ranks
+from ckpt_tools.execute.processes.team import with_workers
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.model.target import Source, Target, TargetTensor
 from ckpt_tools.model.views import Permute
@@ -33,34 +36,14 @@ def watch():
     while not done.wait(0.002):
         peak[0] = max(peak[0], anonymous())
 
-here, dtype, turned, budget = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "turned", int(sys.argv[4])
+here, dtype, turned = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "turned"
+workers, budget = map(int, sys.argv[4:])
 files = open_files(str(here / "in"))
-catalog = read_catalog(files)
-shape = catalog.tensors["w"].shape
-view = (Permute((1, 0)),) if turned else ()
-target = TargetTensor("w", dtype, shape[::-1] if turned else shape, (Source("w", view),))
-plan = build_plan(catalog, Target((target,)), lambda t: [(0, full_box(t.shape))], 1)
-done, peak, before = threading.Event(), [0], anonymous()
-watcher = threading.Thread(target=watch)
-watcher.start()
-write_checkpoint(plan, files, Output(here / "out", overwrite=True), WriteOptions(2, budget))
-done.set()
-watcher.join()
-print(peak[0] - before)
-"""
-
-# Every worker says by how much it has grown since it was forked.
-WORKERS = (
-    SCRIPT[: SCRIPT.index("here, dtype")]
-    + """
-from ckpt_tools.execute.processes.ranks import Ranks
-from ckpt_tools.execute.processes.team import with_workers
-
-here, workers, budget = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-files = open_files(str(here / "in"))
-target = TargetTensor("w", "bfloat16", (6144, 2048), (Source("w", (Permute((1, 0)),)),))
-rows = [(rank, Box((512 * rank, 0), (512, 2048))) for rank in range(12)]
-plan = build_plan(read_catalog(files), Target((target,)), lambda t: rows, 12)
+shape = (6144, 2048) if turned else (2048, 6144)
+target = TargetTensor("w", dtype, shape, (Source("w", (Permute((1, 0)),) if turned else ()),))
+step, world = (512, 12) if workers > 1 else (shape[0], 1)
+rows = [(rank, Box((step * rank, 0), (step, shape[1]))) for rank in range(world)]
+plan = build_plan(read_catalog(files), Target((target,)), lambda t: rows, world)
 options = WriteOptions(2, budget, workers=workers)
 with with_workers(plan.bytes_to_write, options, Ranks()) as (ranks, write):
     done, peak, before = threading.Event(), [0], anonymous()
@@ -72,7 +55,6 @@ with with_workers(plan.bytes_to_write, options, Ranks()) as (ranks, write):
     grown = ranks.together(lambda: peak[0] - before)
 print(*grown)
 """
-)
 
 
 @pytest.fixture(scope="module")
@@ -86,30 +68,25 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("dtype", "turned"), [("float32", ""), ("bfloat16", ""), ("float32", "turned")])
-def test_a_tensor_larger_than_the_budget(source: Path, dtype: str, turned: str) -> None:
-    budget = 12 * MIB
+@pytest.mark.parametrize(
+    ("dtype", "turned", "workers", "mib"),
+    [
+        ("float32", "", 1, 12),
+        ("bfloat16", "", 1, 12),
+        ("float32", "turned", 1, 12),
+        (
+            "bfloat16",
+            "turned",
+            4,
+            48,
+        ),  # were the budget that of each, they would take more than twice as much
+    ],
+)
+def test_a_tensor_larger_than_the_budget_of_all_workers(source, dtype, turned, workers, mib):
+    words = [str(source), dtype, turned, str(workers), str(mib * MIB)]
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(source), dtype, turned, str(budget)],
-        cwd=REPO,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    growth = int(done.stdout)
-    assert growth < budget + 6 * MIB  # the interpreter's own: threads, frames, the journal
-
-
-def test_the_budget_is_of_all_workers_together(source: Path) -> None:
-    """Where all is cast; were the budget that of each, they would take more than twice as much."""
-    budget, workers = 48 * MIB, 4
-    done = subprocess.run(
-        [sys.executable, "-c", WORKERS, str(source), str(workers), str(budget)],
-        cwd=REPO,
-        check=True,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", SCRIPT, *words], cwd=REPO, check=True, capture_output=True, text=True
     )
     grown = [int(word) for word in done.stdout.split()]
     assert len(grown) == workers
-    assert sum(grown) < budget + workers * 6 * MIB  # the interpreters' own
+    assert sum(grown) < (mib + 6 * workers) * MIB  # the interpreters' own: threads, frames, the journal

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ckpt_tools.errors import CorruptCheckpointError, UsageError
+from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.output.folders import Folder, Foreign
-from ckpt_tools.execute.output.journal import Journal
-from ckpt_tools.execute.output.staging import Staging
+from ckpt_tools.execute.output.local_output import LocalOutput
 from ckpt_tools.execute.run import Output, write_checkpoint
 from ckpt_tools.formats.locate.detect import TRACKER
-from tests.execute.conftest import Case
 from tests.execute.test_faults import finished_but_unpublished
 from tests.execute.test_run import tree
 
@@ -39,10 +34,11 @@ def everything(folder: Path) -> dict[str, str]:
     return {str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*") if p.is_file()}
 
 
-@pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"resume": True}], ids=str)
-def test_a_partial_directory_that_is_a_link_is_refused(
-    case: Case, tmp_path: Path, precious: Path, options: dict[str, Any]
-) -> None:
+OPTIONS = pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"resume": True}], ids=str)
+
+
+@OPTIONS
+def test_a_partial_directory_that_is_a_link_is_refused(case, tmp_path, precious, options):
     before = everything(precious)
     (tmp_path / PARTIAL).symlink_to(precious)
     with pytest.raises(UsageError, match="is not a directory"):
@@ -52,12 +48,10 @@ def test_a_partial_directory_that_is_a_link_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("target", ["file", "data", "absent"])
-@pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"resume": True}], ids=str)
+@pytest.mark.parametrize("target", ["file", "absent"])
+@OPTIONS
 @pytest.mark.parametrize("name", NAMES)
-def test_links_in_the_partial_directory_are_not_followed(
-    case: Case, tmp_path: Path, precious: Path, name: str, options: dict[str, Any], target: str
-) -> None:
+def test_links_in_the_partial_directory_are_not_followed(case, tmp_path, precious, name, options, target):
     """Whether it goes on from there or refuses: nothing that a link points to changes or appears."""
     before = everything(precious)
     (tmp_path / PARTIAL / name).parent.mkdir(parents=True)
@@ -73,9 +67,7 @@ def test_links_in_the_partial_directory_are_not_followed(
     assert not (precious / "absent").exists()
 
 
-def test_a_lock_with_another_name_elsewhere_is_not_written(
-    case: Case, tmp_path: Path, precious: Path
-) -> None:
+def test_a_lock_with_another_name_elsewhere_is_not_written(case, tmp_path, precious):
     (tmp_path / PARTIAL).mkdir()
     (tmp_path / PARTIAL / "lock").hardlink_to(precious / "file")
     with pytest.raises(Foreign, match="hard link"):
@@ -84,7 +76,7 @@ def test_a_lock_with_another_name_elsewhere_is_not_written(
 
 
 @pytest.mark.parametrize("what", ["no lock", "another lock", "another name"])
-def test_a_directory_that_only_has_the_name_is_left_alone(case: Case, tmp_path: Path, what: str) -> None:
+def test_a_directory_that_only_has_the_name_is_left_alone(case, tmp_path, what):
     partial = tmp_path / PARTIAL
     (partial / "checkpoint").mkdir(parents=True)
     (partial / "checkpoint" / "thesis").write_text("precious")
@@ -102,7 +94,7 @@ def test_a_directory_that_only_has_the_name_is_left_alone(case: Case, tmp_path: 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
 @pytest.mark.parametrize("which", ["directory", "lock"])
-def test_what_belongs_to_another_user_is_refused(case: Case, tmp_path: Path, which: str) -> None:
+def test_what_belongs_to_another_user_is_refused(case, tmp_path, which):
     partial = tmp_path / PARTIAL
     partial.mkdir()
     (partial / "lock").touch()
@@ -112,9 +104,7 @@ def test_what_belongs_to_another_user_is_refused(case: Case, tmp_path: Path, whi
     assert not (tmp_path / "out").exists()
 
 
-def test_links_among_the_files_of_stopped_work_are_not_written_through(
-    case: Case, tmp_path: Path, precious: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_links_among_the_files_of_stopped_work_are_not_written_through(case, tmp_path, precious, monkeypatch):
     plan, out = case.plan(2), tmp_path / "out"
     finished_but_unpublished(case, out, monkeypatch)
     data = tmp_path / PARTIAL / "checkpoint" / plan.items[0].file
@@ -127,9 +117,7 @@ def test_links_among_the_files_of_stopped_work_are_not_written_through(
     assert (precious / "file").read_text() == "precious"
 
 
-def test_a_tracker_is_replaced_and_its_temporary_name_cannot_be_guessed(
-    case: Case, tmp_path: Path, precious: Path
-) -> None:
+def test_a_tracker_is_replaced_and_its_temporary_name_cannot_be_guessed(case, tmp_path, precious):
     (tmp_path / TRACKER).symlink_to(precious / "file")
     (tmp_path / f".{TRACKER}.ckpt_tools-tmp").symlink_to(precious / "file")
     write_checkpoint(case.plan(1), case.files, Output(tmp_path / "out", {TRACKER: b"7"}))
@@ -138,9 +126,7 @@ def test_a_tracker_is_replaced_and_its_temporary_name_cannot_be_guessed(
     assert (tmp_path / TRACKER).read_bytes() == b"7"
 
 
-def test_replacing_a_directory_removes_links_and_not_what_they_point_to(
-    case: Case, tmp_path: Path, precious: Path
-) -> None:
+def test_replacing_a_directory_removes_links_and_not_what_they_point_to(case, tmp_path, precious):
     before = everything(precious)
     out = tmp_path / "out"
     write_checkpoint(case.plan(1), case.files, Output(out))
@@ -151,19 +137,17 @@ def test_replacing_a_directory_removes_links_and_not_what_they_point_to(
     assert not (tmp_path / PARTIAL).exists()
 
 
-def test_a_partial_directory_that_is_exchanged_meanwhile_leads_nowhere(
-    case: Case, tmp_path: Path, precious: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_partial_directory_that_is_exchanged_meanwhile_leads_nowhere(case, tmp_path, precious, monkeypatch):
     """Who may rename in the output's parent puts a link to another directory in its place."""
     before = everything(precious)
-    create_files = Staging.create_files
+    create_files = LocalOutput.create_files
 
-    def and_then_exchange(staging: Staging) -> None:
-        create_files(staging)
+    def and_then_exchange(output: LocalOutput) -> None:
+        create_files(output)
         (tmp_path / PARTIAL).rename(tmp_path / "away")
         (tmp_path / PARTIAL).symlink_to(precious)
 
-    monkeypatch.setattr(Staging, "create_files", and_then_exchange)
+    monkeypatch.setattr(LocalOutput, "create_files", and_then_exchange)
     write_checkpoint(case.plan(1), case.files, Output(tmp_path / "out"))
     assert everything(precious) == before
     monkeypatch.undo()
@@ -172,46 +156,22 @@ def test_a_partial_directory_that_is_exchanged_meanwhile_leads_nowhere(
 
 
 @pytest.mark.parametrize("name", ["lock", "publishing", "journal/plan.json", "journal/0.jsonl"])
-def test_a_fifo_keeps_nobody_waiting(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_fifo_keeps_nobody_waiting(case, tmp_path, monkeypatch, name):
     finished_but_unpublished(case, tmp_path / "out", monkeypatch)
     (tmp_path / PARTIAL / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / PARTIAL / name)
-    code = (
-        "import sys; from pathlib import Path; from tests.execute.conftest import reopened_case\n"
-        "from ckpt_tools.execute.run import Output, write_checkpoint\nhere = Path(sys.argv[1])\n"
-        "case = reopened_case(here / 'source')\n"
-        "write_checkpoint(case.plan(2), case.files, Output(here / 'out', resume=True))"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert found.returncode == 1
-    assert "is not a plain file" in found.stderr
+    with pytest.raises(Foreign, match="is not a plain file"):
+        write_checkpoint(case.plan(2), case.files, Output(tmp_path / "out", resume=True))
 
 
-def test_a_long_file_in_the_place_of_ours_fills_no_memory(tmp_path: Path) -> None:
+def test_a_long_file_in_the_place_of_ours_fills_no_memory(tmp_path):
     with open(tmp_path / "long", "wb") as file:
         file.truncate(1 << 40)
     with Folder.named(tmp_path) as folder, pytest.raises(Exception, match="is longer than 100 bytes"):
         folder.read("long", 100)
 
 
-@pytest.mark.parametrize(
-    "header",
-    [b"", b"[]", b"{}", b"[" * 10_000, b'{"digest": 1, "source": []}', b'{"digest": "x", "source": [1]}'],
-)
-def test_a_damaged_journal_is_named(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: bytes
-) -> None:
-    finished_but_unpublished(case, tmp_path / "out", monkeypatch)
-    (tmp_path / PARTIAL / "journal" / "plan.json").write_bytes(header)
-    with pytest.raises(CorruptCheckpointError, match=r"plan\.json is damaged"):
-        write_checkpoint(case.plan(2), case.files, Output(tmp_path / "out", resume=True))
-
-
-def test_no_handle_stays_open(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_handle_stays_open(case, tmp_path, monkeypatch):
     def count() -> int:
         return len(os.listdir("/proc/self/fd"))
 
@@ -224,5 +184,4 @@ def test_no_handle_stays_open(case: Case, tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(UsageError, match="--resume"):
         write_checkpoint(case.plan(3), case.files, Output(tmp_path / "out"))
     write_checkpoint(case.plan(2), case.files, Output(tmp_path / "out", resume=True))
-    Journal(tmp_path / "nothing").exists()
     assert count() == before

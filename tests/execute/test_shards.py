@@ -33,16 +33,14 @@ def broken(raw: bytes, damage: str) -> bytes:
 
 
 @pytest.mark.parametrize("damage", ["length", "offsets", "name", "cut"])
-def test_a_damaged_shard_is_not_published(
-    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_shard_is_not_published(damage, tmp_path, monkeypatch):
     real = LocalOutput.work
 
     def work_and_damage(
         output: LocalOutput, source: SourceReader, opened: Mapping[str, str | None]
     ) -> object:
         done = real(output, source, opened)
-        (path,) = Path(output._staging.data).glob("*.safetensors")
+        (path,) = Path(output.data).glob("*.safetensors")
         path.write_bytes(broken(path.read_bytes(), damage))
         return done
 
@@ -55,7 +53,7 @@ def test_a_damaged_shard_is_not_published(
 
 
 @pytest.mark.parametrize("damage", ["length", "offsets", "name", "cut"])
-def test_nor_is_one_in_a_store(damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nor_is_one_in_a_store(damage, monkeypatch):
     store, name = f"memory://shards-{damage}", "model.safetensors"
     real = remote_output._content
 

@@ -455,11 +455,11 @@ class Acting:
 
 @pytest.mark.parametrize(("planner", "code", "is_advised"), [(Planned(), 3, True), (Acting(), 4, False)])
 def test_planner_data_of_another_class(planner: object, code: int, is_advised: bool, tmp_path: Path) -> None:
-    """--trust-pickle is advised where it may help, and reads it as what tells nothing."""
+    """--unknown-classes is advised where it may help, and reads it as what tells nothing."""
     with open(tmp_path / METADATA, "wb") as file:
         pickle.dump(Metadata({}, planner, {}), file)
     with pytest.raises(CkptError) as refused:
         read_catalog(open_files(str(tmp_path)))
     assert refused.value.exit_code == code
-    assert ("--trust-pickle" in str(refused.value)) == is_advised
+    assert ("--unknown-classes" in str(refused.value)) == is_advised
     assert read_catalog(open_files(str(tmp_path)), trust_pickle=True).planner_paths == {}

@@ -124,6 +124,13 @@ def test_what_is_on_its_way_or_here_keeps_to_the_memory(monkeypatch: pytest.Monk
     assert memory // 2 < max(most) <= memory
 
 
+def test_ranges_that_a_job_did_not_read_cost_no_requests_after_it() -> None:
+    store, jobs = Store(), [(start, start + 300 * KIB) for start in range(0, 3000 * KIB, 300 * KIB)]
+    with reading_ahead(jobs, lambda one: [Range(store, "data", *one)], 50 * KIB) as mine:
+        assert list(mine) == jobs
+    assert 0 < len(store.requests) <= 3 * len(jobs)
+
+
 def test_requests_are_made_before_they_are_waited_for() -> None:
     store = Store()
     store.gate.clear()

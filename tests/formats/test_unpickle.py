@@ -77,7 +77,7 @@ def test_others_are_refused_by_name(module: str, name: str) -> None:
     with pytest.raises(refusal) as found:
         load(named(module, name))
     assert f"names {module}.{name!r}" in str(found.value)
-    assert "--trust-pickle" in str(found.value)
+    assert "--unknown-classes" in str(found.value)
     with pytest.raises(refusal):
         Machine(named(module, name), "x").load()
     trusted = load(named(module, name), trust=True)

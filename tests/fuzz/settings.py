@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from ckpt_tools.errors import CkptError, MappingError
+from ckpt_tools.execute.output.folders import Folder
 from ckpt_tools.execute.output.journal import Journal
 from ckpt_tools.formats.untrusted_documents import parse_json
 from ckpt_tools.megatron.huggingface.config.config import read_config
-from ckpt_tools.megatron.huggingface.families.families import FAMILIES
+from ckpt_tools.megatron.huggingface.families.families import FAMILIES, load_rule_file
 from ckpt_tools.megatron.huggingface.families.identify import family_of_config
-from ckpt_tools.megatron.huggingface.families.rulefile import load_rule_file
 from ckpt_tools.megatron.huggingface.mapping.checks import Spec
 from ckpt_tools.megatron.huggingface.mapping.rules import expand
 from ckpt_tools.megatron.huggingface.mapping.targets import export_targets, import_targets
@@ -123,10 +123,11 @@ def journal(data: bytes) -> None:
         path.mkdir()
         (path / "plan.json").write_bytes(header)
         (path / "0.jsonl").write_bytes(lines)
-        done = Journal(path).finished()
+        kept = Journal(path, lambda: Folder.named(path.parent))
+        done = kept.finished()
         assert all(number >= 0 and checksum >= 0 for number, checksum in done.items())
         plan = cast(Plan, _Digest("x"))
-        Journal(path).resume(plan, [["a", 1, 2], ["b", 3, 4]], "here")
+        kept.resume(plan, [["a", 1, 2], ["b", 3, 4]], "here")
 
 
 class _Digest(NamedTuple):

@@ -47,7 +47,7 @@ def test_the_grid_is_that_of_the_args(args, dialect, given, expected):
 @pytest.mark.parametrize(
     ("args", "gpus", "message"),
     [
-        (sizes(ep=2), None, "nothing tells how many: give --gpus"),
+        (sizes(ep=2), None, "their number is unknown: give --gpus"),
         (sizes(ep=2, tp=2), 3, "3 GPUs are not a multiple of TP x PP"),
         (sizes(ep=2, tp=2), 0, "0 GPUs are not a multiple"),
     ],
@@ -57,37 +57,30 @@ def test_data_parallel_ranks_that_nobody_counted(args, gpus, message):
         rng_grid(BOTH, args, CORE_016, gpus=gpus)
 
 
-def written(rng, grid) -> tuple[dict[str, Any], Any]:
-    objects, notes = rng_objects(rng, grid)
+@pytest.mark.parametrize(
+    ("rng", "grid", "expected", "notes"),
+    [
+        (BOTH, RngGrid(2, 3), {f"{p}.{t}_2.3": min(t, 1) for p in (0, 1) for t in (0, 1, 2)},
+         ["rng of (pp, tp) rank (0, 2): copied from rank (0, 1)",
+          *(f"rng of (pp, tp) rank (1, {t}): copied from rank (0, {min(t, 1)})" for t in range(3))]),
+        ({**BOTH, (1, 0): [{"a": 7}]}, RngGrid(2, 2), {"0.0_2.2": 0, "0.1_2.2": 1, "1.0_2.2": 7, "1.1_2.2": 7},
+         ["rng of (pp, tp) rank (1, 1): copied from rank (1, 0)"]),
+        (BOTH, RngGrid(1, 2, Size(3, "args")), {f"0.{t}.{d}_1.2.3": t for t in (0, 1) for d in (0, 1, 2)},
+         ["rng of data-parallel ranks: all have rank 0's, the source keeps no others"]),
+        (BOTH, RngGrid(1, 1), {"0.0_1.1": 0},
+         ["rng of (pp, tp) ranks [(0, 1)]: dropped, the args name no such ranks"]),
+    ],
+)  # fmt: skip
+def test_every_rank_of_the_grid_has_its_own_states_or_those_of_the_nearest(rng, grid, expected, notes):
+    objects, found = rng_objects(rng, grid)
     values: dict[str, Any] = {o.key.removeprefix("rng_state/shard_"): o.value for o in objects}
-    return {place: value[0][0]["a"] for place, value in values.items()}, notes
+    assert {place: value[0][0]["a"] for place, value in values.items()} == expected
+    assert found == notes
 
 
-def test_every_rank_of_the_grid_has_states_its_own_where_there_are_any():
-    found, notes = written(BOTH, RngGrid(2, 3))
-    assert found == {f"{p}.{t}_2.3": min(t, 1) for p in (0, 1) for t in (0, 1, 2)}
-    assert notes == [
-        "rng of (pp, tp) rank (0, 2): copied from rank (0, 1)",
-        *(f"rng of (pp, tp) rank (1, {t}): copied from rank (0, {min(t, 1)})" for t in range(3)),
-    ]
-
-
-def test_a_stage_of_its_own_is_kept():
-    found, notes = written({**BOTH, (1, 0): [{"a": 7}]}, RngGrid(2, 2))
-    assert found == {"0.0_2.2": 0, "0.1_2.2": 1, "1.0_2.2": 7, "1.1_2.2": 7}
-    assert notes == ["rng of (pp, tp) rank (1, 1): copied from rank (1, 0)"]
-
-
-def test_data_parallel_ranks_share_what_there_is():
-    found, notes = written(BOTH, RngGrid(1, 2, Size(3, "args")))
-    assert found == {f"0.{t}.{d}_1.2.3": t for t in (0, 1) for d in (0, 1, 2)}
-    assert notes == ["rng of data-parallel ranks: all have rank 0's, the source keeps no others"]
-
-
-def test_ranks_that_the_args_do_not_name_are_dropped_by_name():
-    found, notes = written(BOTH, RngGrid(1, 1))
-    assert found == {"0.0_1.1": 0}
-    assert notes == ["rng of (pp, tp) ranks [(0, 1)]: dropped, the args name no such ranks"]
+def test_an_empty_tracker_is_given_back():
+    (state,) = [o.value for o in rng_objects({(0, 0): [{"random_rng_state": 1}]}, RngGrid(1, 1))[0]]
+    assert state == [[{"random_rng_state": 1, "rng_tracker_states": {}}]]
 
 
 def test_what_are_no_states():

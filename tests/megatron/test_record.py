@@ -9,7 +9,6 @@ import pytest
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError
 from ckpt_tools.formats.storage.files import LocalFiles
-from ckpt_tools.megatron.fsdp_dtensor.parameters import packed_projections
 from ckpt_tools.megatron.run_state.record import (
     RECORD_FILE,
     Size,
@@ -55,28 +54,23 @@ def test_a_record_of_before_context_parallel_sizes_is_read(tmp_path):
 GOOD = json.loads(record_bytes(RECORD))
 
 
+def with_tp(tp: object) -> dict[str, object]:
+    return {"topology": GOOD["topology"] | {"tp": tp}}
+
+
+CHANGED: list[dict[str, object]] = [
+    {"schema_version": 2}, {"target": 3}, {"target": "mxin"}, {"tokens": True}, {"tokens": 0}, {"fprmat": "dcp"},
+    {"topology": GOOD["topology"] | {"up": None}}, {"topology": []}, with_tp(2),
+    with_tp({"ranks": 2.0, "source": ""}),
+    with_tp({"ranks": -2, "source": ""}), with_tp({"ranks": 2, "source": None}),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b"\xff\xfe",
-        b"[]",
-        b"null",
-        b"[" * 100_000,
-        b"{}",
-        b" " * (2 << 20),
-        json.dumps(GOOD | {"schema_version": 2}).encode(),
-        json.dumps(GOOD | {"target": 3}).encode(),
-        json.dumps(GOOD | {"target": "mxin"}).encode(),
-        json.dumps(GOOD | {"tokens": True}).encode(),
-        json.dumps(GOOD | {"fprmat": "dcp"}).encode(),
-        json.dumps(GOOD | {"topology": GOOD["topology"] | {"up": None}}).encode(),
-        json.dumps(GOOD | {"tokens": 0}).encode(),
-        json.dumps(GOOD | {"topology": []}).encode(),
-        json.dumps(GOOD | {"topology": GOOD["topology"] | {"tp": 2}}).encode(),
-        json.dumps(GOOD | {"topology": GOOD["topology"] | {"tp": {"ranks": 2.0, "source": ""}}}).encode(),
-        json.dumps(GOOD | {"topology": GOOD["topology"] | {"tp": {"ranks": -2, "source": ""}}}).encode(),
-        json.dumps(GOOD | {"topology": GOOD["topology"] | {"tp": {"ranks": 2, "source": None}}}).encode(),
+        *(b"", b"\xff\xfe", b"[]", b"null", b"[" * 100_000, b"{}", b" " * (2 << 20)),
+        *(json.dumps(GOOD | changed).encode() for changed in CHANGED),
     ],
 )
 def test_what_is_no_record_is_refused_by_name(tmp_path, content):
@@ -110,14 +104,3 @@ def test_for_how_many_ranks_a_checkpoint_is(record, rng, args, expected):
 def test_a_record_of_another_checkpoint_is_refused():
     with pytest.raises(MappingError, match="2 tensor-parallel ranks, and it holds rng states of 1"):
         stored_tp(RECORD, [(0, 0)], {})
-
-
-def test_packed_projections_are_known_by_their_names():
-    names = [
-        *(f"decoder.layers.0.self_attention.{n}" for n in ("A_log", "in_proj.weight", "conv1d.weight")),
-        "decoder.layers.0.self_attention.in_proj.layer_norm_weight",
-        *(f"decoder.layers.1.mixer.{n}" for n in ("A_log", "in_proj.weight", "conv1d_weight", "conv1d_bias")),
-        "decoder.layers.2.self_attention.in_proj.weight",  # of an attention: nothing is packed
-        *(f"decoder.layers.3.self_attention.{n}" for n in ("A_log", "in_proj.weight.query")),
-    ]
-    assert packed_projections(names) == tuple(names[i] for i in (1, 2, 5, 6, 7))

@@ -19,7 +19,7 @@ def indices(box: Box) -> set[tuple[int, ...]]:
 
 
 @given(st.data())
-def test_intersection_containment_and_volume_are_those_of_sets(data: st.DataObject) -> None:
+def test_intersection_containment_and_volume_are_those_of_sets(data):
     shape = data.draw(shapes(max_dims=3))
     a, b = data.draw(boxes(shape)), data.draw(boxes(shape))
     common = a.intersect(b)
@@ -32,13 +32,13 @@ def test_intersection_containment_and_volume_are_those_of_sets(data: st.DataObje
 
 
 @given(st.data())
-def test_a_box_meets_itself_exactly_when_it_has_elements(data: st.DataObject) -> None:
+def test_a_box_meets_itself_exactly_when_it_has_elements(data):
     box = data.draw(boxes(data.draw(shapes())))
     assert box.intersect(Box(*box)) == (box if box.volume else None)
 
 
 @given(st.data())
-def test_shift_and_relative_to_are_inverse(data: st.DataObject) -> None:
+def test_shift_and_relative_to_are_inverse(data):
     shape = data.draw(shapes())
     a, origin = data.draw(boxes(shape)), data.draw(boxes(shape))
     assert a.relative_to(origin).shift(origin.start) == a
@@ -46,7 +46,7 @@ def test_shift_and_relative_to_are_inverse(data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_flat_ranges_become_boxes_in_order(data: st.DataObject) -> None:
+def test_flat_ranges_become_boxes_in_order(data):
     shape = data.draw(shapes())
     total = math.prod(shape)
     start = data.draw(st.integers(0, total))
@@ -62,18 +62,18 @@ def test_flat_ranges_become_boxes_in_order(data: st.DataObject) -> None:
     assert len(parts) <= max(2 * len(shape) - 1, 1)
 
 
-def test_a_range_outside_the_tensor_is_refused() -> None:
+def test_a_range_outside_the_tensor_is_refused():
     with pytest.raises(ValueError, match=r"\[3, 7\) is outside a tensor of shape \(2, 3\)"):
         flat_range_to_boxes(3, 7, (2, 3))
 
 
-def test_a_scalar_has_one_element() -> None:
+def test_a_scalar_has_one_element():
     scalar = full_box(())
     assert (scalar.volume, scalar.is_empty, scalar.intersect(scalar), str(scalar)) == (1, False, scalar, "[]")
     assert flat_range_to_boxes(0, 1, ()) == [scalar]
 
 
-def test_a_box_of_split_axes_holds_the_same_elements() -> None:
+def test_a_box_of_split_axes_holds_the_same_elements():
     shape, seen = (8, 6), (2, 4, 3, 2)
     numbers = np.arange(48)
     whole, split = numbers.reshape(shape), numbers.reshape(seen)

@@ -20,6 +20,9 @@ from ckpt_tools.model.kernels.kernel import (
     Zeros,
     minifloat_values,
 )
+from ckpt_tools.model.kernels.low_rank import AddLowRank
+from ckpt_tools.model.kernels.packed import DecodeMxfp4, UnpackInt4
+from ckpt_tools.model.kernels.quantize import BlockScales, QuantizeBlocks
 from tests.strategies import shapes, tilings
 
 
@@ -39,7 +42,7 @@ def _index(box: Box) -> tuple[slice, ...]:
 
 
 @pytest.mark.parametrize("dtype", MINIFLOATS)
-def test_every_8_bit_float_has_the_value_torch_gives_it(dtype: str) -> None:
+def test_every_8_bit_float_has_the_value_torch_gives_it(dtype):
     codes = torch.arange(256, dtype=torch.uint8).view(getattr(torch, dtype))
     expected = codes.to(torch.float32).numpy()
     assert np.array_equal(minifloat_values(dtype), expected, equal_nan=True)
@@ -66,9 +69,7 @@ def masters(
 
 
 @given(st.data(), shapes(1, 3), st.sampled_from(["int16", "float32"]))
-def test_a_master_is_the_weight_and_its_remainder_together(
-    data: st.DataObject, shape: tuple[int, ...], dtype: str
-) -> None:
+def test_a_master_is_the_weight_and_its_remainder_together(data, shape, dtype):
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
     weight, remainder, expected = masters(rng, shape)
     forms = [Form("bfloat16", shape), Form(dtype, shape)]
@@ -78,7 +79,7 @@ def test_a_master_is_the_weight_and_its_remainder_together(
 
 
 @given(st.data(), shapes(1, 3))
-def test_any_32_bits_are_joined_of_their_halves(data: st.DataObject, shape: tuple[int, ...]) -> None:
+def test_any_32_bits_are_joined_of_their_halves(data, shape):
     """Halfway masters, NaNs and infinities too; the halves by 64-bit integers."""
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
     bits = rng.integers(0, 1 << 32, shape, np.uint64).astype(np.uint32)
@@ -94,7 +95,7 @@ def test_any_32_bits_are_joined_of_their_halves(data: st.DataObject, shape: tupl
 
 
 @pytest.mark.parametrize("number", [0.5, 32768.0, -32769.0, np.nan, np.inf])
-def test_a_number_that_is_not_a_remainder_is_refused(number: float) -> None:
+def test_a_number_that_is_not_a_remainder_is_refused(number):
     low = np.array([1.0, number], np.float32)
     with pytest.raises(ValueError, match="not a 16-bit remainder"):
         JoinRemainder("float32").compute(full_box((2,)), [np.zeros(2, np.uint16), low])
@@ -106,9 +107,7 @@ def test_a_number_that_is_not_a_remainder_is_refused(number: float) -> None:
     st.sampled_from(["float8_e4m3fn", "float8_e5m2"]),
     st.sampled_from(["float32", "bfloat16"]),
 )
-def test_a_quantized_tensor_is_its_numbers_times_their_blocks_scales(
-    data: st.DataObject, shape: tuple[int, ...], stored: str, dtype: str
-) -> None:
+def test_a_quantized_tensor_is_its_numbers_times_their_blocks_scales(data, shape, stored, dtype):
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
     block = tuple(data.draw(st.integers(1, 4)) for _ in shape) if data.draw(st.booleans()) else ()
     coded = rng.integers(0, 256, shape, np.uint8)
@@ -127,15 +126,16 @@ def test_a_quantized_tensor_is_its_numbers_times_their_blocks_scales(
     assert torch.equal(got.nan_to_num(0), expected.nan_to_num(0))
 
 
-@given(st.data(), shapes(1, 2))
-def test_a_mean_is_rounded_once(data: st.DataObject, shape: tuple[int, ...]) -> None:
+@given(st.data(), shapes(1, 2), st.sampled_from([np.float32, np.float16]))
+def test_a_mean_is_rounded_as_numpy_rounds_doubles(data, shape, kind):
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
-    inputs = [rng.standard_normal(shape).astype(np.float32) for _ in range(3)]
-    weights = (0.5, 0.25, 0.25)
+    inputs = [
+        (rng.standard_normal(shape) * 2.0 ** rng.integers(-30, 12, shape)).astype(kind) for _ in range(3)
+    ]
+    weights, name = (0.5, 0.25, 2.0**-25), kind.__name__
     expected = sum(w * x.astype(np.float64) for w, x in zip(weights, inputs, strict=True))
-    kernel = WeightedMean("float32", weights)
-    found = by_tiles(kernel, inputs, [Form("float32", shape)] * 3, data.draw(tilings(shape)))
-    assert found.tobytes() == np.asarray(expected).astype(np.float32).tobytes()
+    found = by_tiles(WeightedMean(name, weights), inputs, [Form(name, shape)] * 3, data.draw(tilings(shape)))
+    assert found.tobytes() == np.asarray(expected).astype(kind).tobytes()
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -155,9 +155,7 @@ def test_a_mean_is_rounded_once(data: st.DataObject, shape: tuple[int, ...]) -> 
         ("float16", (65504, 65504), 65504),
     ],
 )
-def test_a_mean_of_16_bit_numbers_is_rounded_once_too(
-    dtype: str, values: tuple[float, ...], expected: float, sign: int
-) -> None:
+def test_a_mean_of_16_bit_numbers_is_rounded_once_too(dtype, values, expected, sign):
     inputs = [cast(np.array(sign * value, np.float64), "float64", dtype) for value in values]
     shares = (0.5, 0.5, 2.0**-30)[: len(values)]
     found = WeightedMean(dtype, shares).compute(Box((), ()), inputs)
@@ -165,16 +163,8 @@ def test_a_mean_of_16_bit_numbers_is_rounded_once_too(
     assert np.array_equal(cast(found, dtype, "float64"), np.float64(sign * expected), equal_nan=True)
 
 
-@given(st.integers(0, 1 << 32))
-def test_half_precision_is_rounded_as_numpy_rounds_doubles(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    inputs = [
-        (rng.standard_normal(64) * 2.0 ** rng.integers(-30, 12, 64)).astype(np.float16) for _ in range(3)
-    ]
-    shares = (0.5, 0.25, 2.0**-25)
-    expected = sum(s * x.astype(np.float64) for s, x in zip(shares, inputs, strict=True))
-    found = WeightedMean("float16", shares).compute(Box((0,), (64,)), inputs)
-    assert found.tobytes() == np.asarray(expected).astype(np.float16).tobytes()
+BLOCKS, WORDS = Form("uint8", (2, 4, 3, 16)), Form("int32", (5, 2))
+FACTORS = [Form("float32", (4, 2)), Form("float32", (2, 6))]
 
 
 @pytest.mark.parametrize(
@@ -190,21 +180,36 @@ def test_half_precision_is_rounded_as_numpy_rounds_doubles(seed: int) -> None:
         (WeightedMean("float32", (1.0,)), [Form("bfloat16", (4,))]),
         (WeightedMean("float32", (0.5, 0.5)), [Form("float32", (4,)), Form("float32", (5,))]),
         (WeightedMean("int32", (1.0,)), [Form("int32", (4,))]),
+        (Zeros("float32", (2,)), [Form("float32", (2,))]),
+        (DecodeMxfp4(), [BLOCKS, Form("uint8", (2, 4, 2))]),
+        (DecodeMxfp4(), [BLOCKS, Form("float32", (2, 4, 3))]),
+        (DecodeMxfp4(), [Form("uint8", (2, 4, 3, 8)), Form("uint8", (2, 4, 3))]),
+        (DecodeMxfp4(), [Form("uint8", (4, 3, 16)), Form("uint8", (4, 3))]),
+        (UnpackInt4(16, 4), [WORDS, Form("float32", (5, 3))]),
+        (UnpackInt4(15, 4), [WORDS, Form("float32", (5, 4))]),
+        (UnpackInt4(24, 4), [WORDS, Form("float32", (5, 6))]),
+        (UnpackInt4(16, 4), [Form("int64", (5, 2)), Form("float32", (5, 4))]),
+        (UnpackInt4(16, 4), [Form("int32", ()), Form("float32", ())]),
+        (UnpackInt4(16, 4), [WORDS, Form("float32", (5, 4)), Form("int32", (1, 4))]),
+        (UnpackInt4(16, 4, zero_points=True), [WORDS, Form("float32", (5, 4))]),
+        (UnpackInt4(16, 4, zero_points=True), [WORDS, Form("float32", (5, 4)), Form("int32", (5, 4))]),
+        (QuantizeBlocks("bfloat16"), [Form("float32", (4, 4))]),
+        (QuantizeBlocks("bfloat16"), [Form("bfloat16", (4,))]),
+        (BlockScales("bfloat16"), [Form("bfloat16", (2, 4, 4))]),
+        (AddLowRank("float32", 1.0), [Form("bfloat16", (4, 6)), *FACTORS]),
+        (AddLowRank("float32", 1.0), [Form("float32", (4, 6)), FACTORS[0], Form("float32", (3, 6))]),
+        (AddLowRank("float32", 1.0), [Form("float32", (4, 6)), Form("float32", (5, 2)), FACTORS[1]]),
+        (AddLowRank("float32", 1.0), [Form("float32", (1, 4, 6)), *FACTORS]),
     ],
 )
-def test_inputs_of_another_form_are_refused(kernel: Kernel, forms: list[Form]) -> None:
+def test_inputs_of_another_form_are_refused(kernel, forms):
     with pytest.raises(ValueError, match=r"\w"):
         kernel.form(forms)
 
 
 @given(st.data())
-def test_zeros_are_made_of_nothing(data: st.DataObject) -> None:
+def test_zeros_are_made_of_nothing(data):
     shape = data.draw(shapes(0, 3))
     kernel = Zeros("float32", shape)
     found = by_tiles(kernel, [], [], data.draw(tilings(shape)))
     assert found.dtype == np.float32 and found.tobytes() == np.zeros(shape, np.float32).tobytes()
-
-
-def test_zeros_take_no_input() -> None:
-    with pytest.raises(ValueError, match="not of 1 tensors"):
-        Zeros("float32", (2,)).form([Form("float32", (2,))])

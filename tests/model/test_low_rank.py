@@ -28,9 +28,7 @@ def exact(weight: np.ndarray, left: np.ndarray, right: np.ndarray, *, scale: flo
 
 
 @given(st.data(), shapes(2, 2), st.integers(0, 5), st.sampled_from(["float32", "float64"]))
-def test_a_sum_is_that_of_doubles_rounded_once(
-    data: st.DataObject, shape: tuple[int, ...], rank: int, dtype: str
-) -> None:
+def test_a_sum_is_that_of_doubles_rounded_once(data, shape, rank, dtype):
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
     sizes = (shape, (shape[0], rank), (rank, shape[1]))
     inputs = [rng.standard_normal(size).astype(dtype) for size in sizes]
@@ -42,7 +40,7 @@ def test_a_sum_is_that_of_doubles_rounded_once(
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 9), (9, 1), (70, 1), (3, 2), (33, 65)])
 @pytest.mark.parametrize("rank", [1, 2, 17, 64])
-def test_products_are_added_in_the_order_of_the_ranks(shape: tuple[int, int], rank: int) -> None:
+def test_products_are_added_in_the_order_of_the_ranks(shape, rank):
     """Sizes so different that another order gives another sum; a result of one column included."""
     rng = np.random.default_rng(rank)
     sizes = (shape, (shape[0], rank), (rank, shape[1]))
@@ -54,7 +52,7 @@ def test_products_are_added_in_the_order_of_the_ranks(shape: tuple[int, int], ra
     assert AddLowRank("float64", 1.0).compute(full_box(shape), turned).tobytes() == expected.tobytes()
 
 
-def test_blocks_of_a_tile_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_a_tile_make_no_difference(monkeypatch):
     rng = np.random.default_rng(1)
     inputs = [rng.standard_normal(s).astype(np.float32) for s in ((70, 1100), (70, 3), (3, 1100))]
     kernel = AddLowRank("bfloat16", 0.3)
@@ -80,9 +78,7 @@ def test_blocks_of_a_tile_make_no_difference(monkeypatch: pytest.MonkeyPatch) ->
         ("float16", np.nan, 1, np.nan),
     ],
 )
-def test_it_is_rounded_to_nearest_even_once(
-    dtype: str, weight: float, delta: float, expected: float, sign: int
-) -> None:
+def test_it_is_rounded_to_nearest_even_once(dtype, weight, delta, expected, sign):
     inputs = [
         np.array([[sign * weight]], np.float64),
         np.array([[sign * delta]], np.float64),
@@ -98,7 +94,7 @@ def test_it_is_rounded_to_nearest_even_once(
     ("dtype", "largest"),
     [("float16", 65504.0), ("bfloat16", 3.3895313892515355e38), ("float32", 3.4028234663852886e38)],
 )
-def test_a_finite_sum_that_would_become_infinite_is_refused(dtype: str, largest: float, sign: int) -> None:
+def test_a_finite_sum_that_would_become_infinite_is_refused(dtype, largest, sign):
     largest *= sign
     one, weight = np.ones((1, 1)), np.array([[largest]])
     kernel = AddLowRank(dtype, largest / 16)
@@ -113,7 +109,7 @@ def test_a_finite_sum_that_would_become_infinite_is_refused(dtype: str, largest:
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("side", [1, 2])
 @pytest.mark.parametrize("weight", [1.0, np.nan])
-def test_an_adapter_that_is_not_finite_is_refused(side: int, odd: float, weight: float) -> None:
+def test_an_adapter_that_is_not_finite_is_refused(side, odd, weight):
     tiles = [np.full((2, 3), weight), np.zeros((2, 1)), np.zeros((1, 3))]
     kernel = AddLowRank("bfloat16", 1.0, ("l.lora_B", "l.lora_A"))
     kernel.compute(full_box((2, 3)), tiles)
@@ -131,21 +127,7 @@ def test_an_adapter_that_is_not_finite_is_refused(side: int, odd: float, weight:
         (0.0, [1e308, -1e308], [1e308, 1e308]),  # infinity less infinity
     ],
 )
-def test_sums_that_leave_doubles_are_refused(weight: float, left: list[float], right: list[float]) -> None:
+def test_sums_that_leave_doubles_are_refused(weight, left, right):
     tiles = [np.array([[weight]]), np.array([left]), np.array([right]).T]
     with pytest.raises(ValueError, match=r"a weight is (inf|nan), too large for float64 \(B times A\)"):
         AddLowRank("float64", 1.0).compute(full_box((1, 1)), tiles)
-
-
-@pytest.mark.parametrize(
-    ("forms", "message"),
-    [
-        ([("bfloat16", (4, 6)), ("float32", (4, 2)), ("float32", (2, 6))], "not added up"),
-        ([("float32", (4, 6)), ("float32", (4, 2)), ("float32", (3, 6))], "cannot be added to a weight"),
-        ([("float32", (4, 6)), ("float32", (5, 2)), ("float32", (2, 6))], "cannot be added to a weight"),
-        ([("float32", (1, 4, 6)), ("float32", (4, 2)), ("float32", (2, 6))], "matrices are expected"),
-    ],
-)
-def test_forms_that_do_not_fit_are_refused(forms: list[tuple[str, tuple[int, ...]]], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AddLowRank("float32", 1.0).form([Form(*form) for form in forms])

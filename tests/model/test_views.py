@@ -91,21 +91,21 @@ def assemble(shape: Shape, view: View, chunks: list[Box]) -> np.ndarray:
 
 
 @given(st.data())
-def test_view_of_chunks_is_numpy_indexing(data: st.DataObject) -> None:
+def test_view_of_chunks_is_numpy_indexing(data):
     shape, view = data.draw(viewed_shapes())
     chunks = data.draw(tilings(shape))
     assert np.array_equal(assemble(shape, view, chunks), expected(shape, view))
 
 
 @given(st.data())
-def test_defragment_of_any_chunks(data: st.DataObject) -> None:
+def test_defragment_of_any_chunks(data):
     shape, step = data.draw(defragments())
     chunks = data.draw(tilings(shape, max_cuts=8))
     assert np.array_equal(assemble(shape, (step,), chunks), expected(shape, (step,)))
 
 
 @given(st.data())
-def test_pulled_box_holds_every_element_of_the_box(data: st.DataObject) -> None:
+def test_pulled_box_holds_every_element_of_the_box(data):
     shape, view = data.draw(viewed_shapes())
     box = data.draw(boxes(view_shape(view, shape), min_side=1))
     pulled = pull_box(view, box).intersect(full_box(shape))
@@ -116,7 +116,7 @@ def test_pulled_box_holds_every_element_of_the_box(data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_reading_a_box_through_its_pulled_box(data: st.DataObject) -> None:
+def test_reading_a_box_through_its_pulled_box(data):
     """The planner's way: crop chunks to the pulled box, push, crop to the box."""
     shape, view = data.draw(viewed_shapes())
     chunks = data.draw(tilings(shape))
@@ -133,7 +133,7 @@ def test_reading_a_box_through_its_pulled_box(data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_crop_keeps_the_elements(data: st.DataObject) -> None:
+def test_crop_keeps_the_elements(data):
     shape = data.draw(shapes())
     outer = data.draw(boxes(shape, min_side=1))
     inner = data.draw(boxes(shape, min_side=1))
@@ -163,6 +163,6 @@ def test_crop_keeps_the_elements(data: st.DataObject) -> None:
         (Place((1,), (4,)), (4,)),
     ],
 )
-def test_a_step_that_does_not_fit_is_refused(step: Step, shape: Shape) -> None:
+def test_a_step_that_does_not_fit_is_refused(step, shape):
     with pytest.raises(ValueError, match=r"fit|room"):
         view_shape((step,), shape)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
 import os
+import pickle
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,9 +25,17 @@ from ckpt_tools.formats.torch_archive.zip_archive import ALIGNMENT
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog, Chunk, Item, TensorEntry
 from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTensor
-from ckpt_tools.model.transfers import OutputBlob, OutputItem, Plan, Transfer, item_rows, plan_summary
+from ckpt_tools.model.transfers import (
+    OutputBlob,
+    OutputItem,
+    Plan,
+    TensorInfo,
+    Transfer,
+    item_rows,
+    plan_summary,
+)
 from ckpt_tools.model.views import Narrow, Place, Select, Source
-from ckpt_tools.plan.build import Placement, build_plan, file_rank, worker_share
+from ckpt_tools.plan.build import Placement, build_plan, file_rank, plan_digest, worker_share
 from tests.conftest import REPO
 from tests.strategies import Shape, tilings
 
@@ -71,7 +83,7 @@ def stacked_plan(world: int) -> Plan:
     return build_plan(catalog, target, rows(world), world, [("args", b"archive")])
 
 
-def test_a_small_plan_in_full() -> None:
+def test_a_small_plan_in_full():
     plan = stacked_plan(1)
     assert [(i.key, i.box, [t.strategy for t in i.transfers]) for i in plan.items] == [
         ("w.0", full_box((8, 6)), ["verbatim", "verbatim"]),
@@ -79,24 +91,14 @@ def test_a_small_plan_in_full() -> None:
         ("b", full_box(()), ["verbatim"]),
     ]
     assert [(b.key, b.box) for b in plan.blobs] == [("args", None), ("step", full_box(()))]
-    assert plan.paths == {
-        "args": ("args",),
-        "step": ("step",),
-        "w.0": ("w.0",),
-        "w.1": ("w.1",),
-        "b": ("x", 0),
-    }
+    assert plan.paths == {key: (key,) for key in ("args", "step", "w.0", "w.1")} | {"b": ("x", 0)}
     assert plan.bytes_by_strategy == {"verbatim": 2 * 48 * 4 + 2}
-    last = plan.items[-1]
-    assert (
-        plan.file_bytes
-        == {"__0_0.distcp": last.offset + last.length}
-        == {"__0_0.distcp": plan.bytes_to_write}
-    )
+    end = plan.items[-1].offset + plan.items[-1].length
+    assert plan.file_bytes == {"__0_0.distcp": end} and plan.bytes_to_write == end
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8, 11])
-def test_items_lie_aligned_in_order_without_overlap(world: int) -> None:
+def test_items_lie_aligned_in_order_without_overlap(world):
     plan = stacked_plan(world)
     ends: Counter[str] = Counter()
     parts: list[OutputBlob | OutputItem] = [*plan.blobs, *plan.items]
@@ -110,7 +112,7 @@ def test_items_lie_aligned_in_order_without_overlap(world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_full_file_gets_no_further_item(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
+def test_a_full_file_gets_no_further_item(monkeypatch, world):
     together = stacked_plan(world)
     monkeypatch.setattr("ckpt_tools.plan.build.FILE_BYTES", 1000)
     plan = stacked_plan(world)
@@ -129,7 +131,7 @@ def test_a_full_file_gets_no_further_item(monkeypatch: pytest.MonkeyPatch, world
 
 
 @given(at=st.integers(0, 1 << 20), before=st.integers(1, 3000), rows=st.sampled_from([1, 128, 129]))
-def test_a_long_whole_payload_lies_in_its_block_as_in_its_source(at: int, before: int, rows: int) -> None:
+def test_a_long_whole_payload_lies_in_its_block_as_in_its_source(at, before, rows):
     """So a file system can share its extents; where the source's item is not aligned, the target's still is."""
     shape = (rows, 2048)  # 1 MiB and a little, where it is long
     entries = {
@@ -154,7 +156,7 @@ def test_a_long_whole_payload_lies_in_its_block_as_in_its_source(at: int, before
 
 
 @given(st.data())
-def test_every_world_moves_the_same_elements(data: st.DataObject) -> None:
+def test_every_world_moves_the_same_elements(data):
     shape = data.draw(st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(1, 5)))
     catalog = catalog_of(w=("float32", shape, data.draw(tilings(shape))))
     tensor = TargetTensor("t", "float32", shape[1:], (Source("w", (Select(0, shape[0] - 1),)),))
@@ -179,36 +181,28 @@ def test_every_world_moves_the_same_elements(data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_shares_are_a_partition_in_order(data: st.DataObject) -> None:
+def test_shares_are_a_partition_in_order(data):
     plan = stacked_plan(data.draw(st.integers(1, 9)))
     workers = data.draw(st.integers(1, 20))
     shares = [worker_share(plan.items, i, workers) for i in range(workers)]
     assert [n for share in shares for n in share] == list(range(len(plan.items)))
 
 
-def test_shares_are_balanced() -> None:
-    catalog = catalog_of(
-        w=("float32", (64, 1000, 1000), [Box((i, 0, 0), (1, 1000, 1000)) for i in range(64)])
-    )
-    tensors = tuple(
-        TargetTensor(f"w{i}", "float32", (1000, 1000), (Source("w", (Select(0, i),)),)) for i in range(64)
-    )
-    items = build_plan(catalog, Target(tensors), whole, 1).items
-    assert [len(worker_share(items, i, 4)) for i in range(4)] == [16] * 4
-
-
-def test_shares_weigh_casts() -> None:
-    catalog = catalog_of(
-        w=("float32", (64, 1000, 1000), [Box((i, 0, 0), (1, 1000, 1000)) for i in range(64)])
-    )
-    tensors = tuple(
+@pytest.mark.parametrize(
+    ("casts", "workers", "shares"),
+    [(0, 4, [16] * 4), (32, 2, [24, 40])],  # 32 casts of 2 MB, 32 moves of 4 MB
+)
+def test_shares_are_balanced_and_weigh_casts(casts, workers, shares):
+    boxes = [Box((i, 0, 0), (1, 1000, 1000)) for i in range(64)]
+    catalog = catalog_of(w=("float32", (64, 1000, 1000), boxes))
+    tensors = [
         TargetTensor(
-            f"w{i}", "bfloat16" if i < 32 else "float32", (1000, 1000), (Source("w", (Select(0, i),)),)
+            f"w{i}", "bfloat16" if i < casts else "float32", (1000, 1000), (Source("w", (Select(0, i),)),)
         )
         for i in range(64)
-    )
-    items = build_plan(catalog, Target(tensors), whole, 1).items  # 32 casts of 2 MB, 32 moves of 4 MB
-    assert [len(worker_share(items, i, 2)) for i in range(2)] == [24, 40]
+    ]
+    items = build_plan(catalog, Target(tensors), whole, 1).items
+    assert [len(worker_share(items, i, workers)) for i in range(workers)] == shares
 
 
 def failing(catalog: Catalog, *tensors: TargetTensor, placement: Placement = whole) -> str:
@@ -222,7 +216,7 @@ W = catalog_of(
 )
 
 
-def test_wrong_mappings_are_named() -> None:
+def test_wrong_mappings_are_named():
     def tensor(*sources: Source, shape: Shape = (4, 6), dtype: str = "float32") -> TargetTensor:
         return TargetTensor("t", dtype, shape, sources)
 
@@ -243,7 +237,7 @@ def test_wrong_mappings_are_named() -> None:
     assert "and 27 more like these" in many
 
 
-def test_zero_filled_elements_are_counted_and_allowed_only_when_said() -> None:
+def test_zero_filled_elements_are_counted_and_allowed_only_when_said():
     source = Source("w", (Place((0, 0), (7, 6)),))
     assert "18 of 42 elements" in failing(W, TargetTensor("t", "float32", (7, 6), (source,)))
     plan = build_plan(
@@ -261,7 +255,7 @@ def test_zero_filled_elements_are_counted_and_allowed_only_when_said() -> None:
         ([Box((0,), (4,)), Box((4,), (1,))], None),  # outside: no target element comes from it
     ],
 )
-def test_damaged_sources_are_corrupt(chunks: list[Box], says: str | None) -> None:
+def test_damaged_sources_are_corrupt(chunks, says):
     catalog = catalog_of(w=("float32", (4,), chunks))
     target = Target((TargetTensor("t", "float32", (4,), (Source("w"),)),))
     if says is None:
@@ -271,7 +265,7 @@ def test_damaged_sources_are_corrupt(chunks: list[Box], says: str | None) -> Non
         build_plan(catalog, target, whole, 1)
 
 
-def test_archives_must_be_those_of_the_objects() -> None:
+def test_archives_must_be_those_of_the_objects():
     target = Target((), objects=(TargetObject("a", 1),))
     with pytest.raises(MappingError, match="archives"):
         build_plan(W, target, whole, 1, [("b", b"")])
@@ -279,7 +273,7 @@ def test_archives_must_be_those_of_the_objects() -> None:
         build_plan(W, Target((), (InlineTensor("s", "int64", (), b"123"),)), whole, 1)
 
 
-def test_json_says_everything_and_digest_changes_with_it() -> None:
+def test_json_says_everything_and_digest_changes_with_it():
     plan = stacked_plan(2)
     assert json.loads(json.dumps(plan_summary(plan)))["digest"] == plan.digest
     listed = json.loads(json.dumps(list(item_rows(plan))))
@@ -287,9 +281,9 @@ def test_json_says_everything_and_digest_changes_with_it() -> None:
     assert len({stacked_plan(world).digest for world in (1, 2, 3, 4, 8)}) == 5
 
 
-def test_plan_is_the_same_under_every_hash_seed() -> None:
+def test_plan_is_the_same_under_every_hash_seed():
     code = "from tests.plan.test_build import stacked_plan; print(stacked_plan(3).digest)"
-    seeds = ["0", "1", "4711"]
+    seeds = ["0", "4711"]
     found = {
         subprocess.run(
             [sys.executable, "-c", code],
@@ -304,14 +298,8 @@ def test_plan_is_the_same_under_every_hash_seed() -> None:
     assert found == {stacked_plan(3).digest}
 
 
-def test_planning_does_not_import_torch() -> None:
-    code = "import sys, ckpt_tools.plan.build, ckpt_tools.execute.run; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
-
-
 @pytest.mark.parametrize("shape", [(3, 2), (0, 2)])
-def test_an_empty_shard_is_written_only_for_a_tensor_without_elements(shape: Shape) -> None:
+def test_an_empty_shard_is_written_only_for_a_tensor_without_elements(shape):
     """Also the first one: its offset would hide the chunk that begins there."""
     catalog = catalog_of(w=("float32", shape, [full_box(shape)]))
     target = Target((TargetTensor("w", "float32", shape, (Source("w"),)),))
@@ -323,7 +311,7 @@ def test_an_empty_shard_is_written_only_for_a_tensor_without_elements(shape: Sha
 
 
 @given(st.data())
-def test_layers_that_are_planned_together_are_planned_as_alone(data: st.DataObject) -> None:
+def test_layers_that_are_planned_together_are_planned_as_alone(data):
     """What is found of one layer is taken for others that are tiled alike, whatever chunks they share."""
     shape = (5, 2, 4, 3)
     leading = data.draw(st.integers(1, 2))
@@ -343,3 +331,30 @@ def test_layers_that_are_planned_together_are_planned_as_alone(data: st.DataObje
     alone = [build_plan(catalog, Target((tensor,)), rows(2), 2) for tensor in tensors]
     found = {(item.key, item.box): item.transfers for item in together.items}
     assert found == {(item.key, item.box): item.transfers for plan in alone for item in plan.items}
+
+
+@pytest.mark.parametrize("count", [0, 1, 999, 1000, 1001, 2500])
+def test_tables_are_spelled_in_pieces_as_they_are_at_once(count):
+    names = [f'layer.{n}."quoted".ünï' for n in range(count)]
+    sizes = {name: number for number, name in enumerate(names)}
+    tensors = {name: TensorInfo("float32", (number, 2)) for number, name in enumerate(names)}
+    paths = {name: ("model", number, name) for number, name in enumerate(names)}
+    shapes = {name: (number,) for number, name in enumerate(names)}
+    kinds = {key: tuple(info) for key, info in tensors.items()}
+    at_once = orjson.dumps([sizes, kinds, paths, shapes, {}])
+    assert plan_digest([], [], sizes, tensors, paths, shapes) == hashlib.sha256(at_once).hexdigest()
+    at_once = orjson.dumps([sizes, kinds, paths, {}])
+    assert plan_digest([], [], sizes, tensors, paths) == hashlib.sha256(at_once).hexdigest()
+
+
+def test_a_name_that_is_no_text_has_all_tables_spelled_the_other_way():
+    paths = {f"k{n}": ("k", n) for n in range(1500)} | {"file\udcff": ("file\udcff",)}
+    tensors = {"k0": TensorInfo("float32", (2,))}
+    at_once = json.dumps([{"f": 1}, {"k0": ["float32", [2]]}, paths, {}]).encode()
+    assert plan_digest([], [], {"f": 1}, tensors, paths) == hashlib.sha256(at_once).hexdigest()
+
+
+def test_what_is_made_by_the_hundred_thousand_is_what_a_frozen_dataclass_is():
+    tensor, equal = (TargetTensor("w", "float32", (2, 3), (Source("w"),), parameter="w") for _ in range(2))
+    assert equal == tensor and {equal} == {tensor} and not hasattr(tensor, "__dict__")
+    assert pickle.loads(pickle.dumps(tensor)) == tensor != replace(tensor, shape=(3, 2))

@@ -13,7 +13,7 @@ from tests.strategies import boxes, shapes, tilings
 
 
 @given(st.data())
-def test_index_finds_what_a_scan_finds(data: st.DataObject) -> None:
+def test_index_finds_what_a_scan_finds(data):
     shape = data.draw(shapes(max_dims=3))
     members = data.draw(st.lists(boxes(shape), max_size=8))
     query = data.draw(boxes(shape))
@@ -23,7 +23,7 @@ def test_index_finds_what_a_scan_finds(data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_overlap_is_found_exactly_when_there_is_one(data: st.DataObject) -> None:
+def test_overlap_is_found_exactly_when_there_is_one(data):
     shape = data.draw(shapes(max_dims=3))
     members = data.draw(st.lists(boxes(shape), max_size=6))
     pairs = {(i, j) for j, b in enumerate(members) for i, a in enumerate(members[:j]) if a.intersect(b)}
@@ -32,7 +32,7 @@ def test_overlap_is_found_exactly_when_there_is_one(data: st.DataObject) -> None
 
 
 @given(st.data())
-def test_a_tiling_has_no_problem_and_a_damaged_one_has(data: st.DataObject) -> None:
+def test_a_tiling_has_no_problem_and_a_damaged_one_has(data):
     shape = data.draw(shapes())
     parts = data.draw(tilings(shape))
     whole = full_box(shape)
@@ -48,7 +48,7 @@ def test_a_tiling_has_no_problem_and_a_damaged_one_has(data: st.DataObject) -> N
         assert "outside" in (tiling_problem(whole, [*parts, outside]) or "")
 
 
-def test_index_of_many_chunks_is_fast() -> None:
+def test_index_of_many_chunks_is_fast():
     """61 layers x 64 experts x 8 ranks; quadratic work would take minutes."""
     members = [
         Box((layer, expert, 256 * rank, 0), (1, 1, 256, 7168))

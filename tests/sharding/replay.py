@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from math import prod as numel
 from typing import Any
 from unittest import mock
 
@@ -30,6 +31,10 @@ class Comparison:
         self.values += _count(expected)
         if found != expected and len(self.differences) < 10:
             self.differences.append(f"{what}: found {str(found)[:300]}, expected {str(expected)[:300]}")
+
+    def all_equal(self, what: str, found: Mapping[str, object], expected: Json) -> None:
+        for name, value in found.items():
+            self.equal(f"{what} {name}", value, expected[name])
 
 
 def _plain(value: object) -> object:
@@ -62,11 +67,13 @@ def _cut_items(packing: Any, size: int, parts: int) -> list[int]:
     return sorted(cut)
 
 
-def numel(shape: Sequence[int]) -> int:
-    n = 1
-    for d in shape:
-        n *= d
-    return n
+def items_of(packing: Any) -> list[list[int]]:
+    """Offset and number of elements of every tensor of a buffer."""
+    return [[o, numel(s)] for o, s in zip(packing.offsets, packing.shapes, strict=True)]
+
+
+def cut_rows(packing: Any, parts: int) -> list[int]:
+    return sorted({item for item, _, _ in packing.cuts_inside_rows(parts)})
 
 
 def _shapes(listed: Json) -> list[tuple[int, ...]]:
@@ -80,11 +87,7 @@ def replay_v1_index(record: Json, c: Comparison) -> None:
         at, dp = f"dp {out['dp']} {out['strategy']}", out["dp"]
         whole = out["strategy"] == "no_shard"
         size = packing.end if whole else packing.size(dp)
-        c.equal(
-            f"{at} items",
-            [[o, numel(s)] for o, s in zip(packing.offsets, shapes, strict=True)],
-            out["items"],
-        )
+        c.equal(f"{at} items", items_of(packing), out["items"])
         c.equal(f"{at} placement_order", packing.placed, out["placement_order"])
         c.equal(f"{at} bucket_size", size, out["bucket_size"])
         c.equal(f"{at} shard_size", size // dp, out["shard_size"])
@@ -97,11 +100,7 @@ def replay_v1_index(record: Json, c: Comparison) -> None:
         c.equal(f"{at} pieces", found, sorted(out["pieces"]))
         c.equal(f"{at} cut", _cut_items(packing, size, dp), out["items_cut_inside_a_row"])
         if not whole and cell == v1_cell(sorted(shapes, key=lambda s: -numel(s[1:]))):
-            c.equal(
-                f"{at} cut rows",
-                sorted({i for i, _, _ in packing.cuts_inside_rows(dp)}),
-                out["items_cut_inside_a_row"],
-            )
+            c.equal(f"{at} cut rows", cut_rows(packing, dp), out["items_cut_inside_a_row"])
 
 
 def parameters_of(
@@ -159,13 +158,16 @@ def replay_v1_grouped(record: Json, c: Comparison) -> None:
         for g, expected in zip(groups, out["groups"], strict=True):
             items = [shapes[i] for i in g.members]
             packings.append(pack_v1(items, v1_cell(items)))
-            c.equal("params", [params[i].name for i in g.members], expected["params"])
-            c.equal("local_shapes", items, expected["local_shapes"])
-            c.equal("dtype", f"torch.{g.dtype}", expected["dtype"])
-            c.equal("is_expert", g.is_expert, expected["is_expert"])
-            c.equal("requires_grad", g.trainable, expected["requires_grad"])
-            c.equal("unit", g.unit, expected["fsdp_unit_id"])
-            c.equal("cell", packings[-1].cell, expected["chunk_size_factor"])
+            found = {
+                "params": [params[i].name for i in g.members],
+                "local_shapes": items,
+                "dtype": f"torch.{g.dtype}",
+                "is_expert": g.is_expert,
+                "requires_grad": g.trainable,
+                "fsdp_unit_id": g.unit,
+                "chunk_size_factor": packings[-1].cell,
+            }
+            c.all_equal("group", found, expected)
         for number, expected in out["bucket_to_bucket_group"].items():
             g = groups[int(number)]
             together = [i for i, o in enumerate(groups) if (o.unit, o.is_expert) == (g.unit, g.is_expert)]
@@ -176,20 +178,14 @@ def replay_v1_grouped(record: Json, c: Comparison) -> None:
                 size = packing.end if whole else packing.size(dp)
                 numels = [numel(s) for s in packing.shapes]
                 pieces = sorted(_pieces(packing, size, dp, False))
-                c.equal(
-                    "items", [[o, n] for o, n in zip(packing.offsets, numels, strict=True)], expected["items"]
-                )
+                c.equal("items", items_of(packing), expected["items"])
                 c.equal("bucket_size", size, expected["bucket_size"])
                 c.equal("shard_size", size // dp, expected["shard_size"])
                 c.equal("padding", size - sum(numels), expected["padding"])
                 c.equal("pieces", pieces, sorted(expected["pieces"]))
                 c.equal("cut", _cut_items(packing, size, dp), expected["items_cut_inside_a_row"])
                 if not whole:
-                    c.equal(
-                        "cut rows",
-                        sorted({i for i, _, _ in packing.cuts_inside_rows(dp)}),
-                        expected["items_cut_inside_a_row"],
-                    )
+                    c.equal("cut rows", cut_rows(packing, dp), expected["items_cut_inside_a_row"])
                 empty = sorted(set(range(dp)) - {p[0] for p in pieces})
                 listed = isinstance(expected["ranks_with_no_data"], list)
                 c.equal("ranks_with_no_data", empty if listed else len(empty), expected["ranks_with_no_data"])

@@ -21,6 +21,7 @@ from tests.sharding.replay import (
     Comparison,
     Json,
     bare,
+    items_of,
     names_of,
     numel,
     parameters_of,
@@ -102,9 +103,8 @@ def _v2_strategies(placements: Json) -> tuple[str, str]:
     if optimizer == "R":
         return "no_shard", "no_shard"
     if len(optimizer) == 1:
-        return {"P": "optim", "S": "optim_grads"}[
-            gradient
-        ] if parameter == "R" else "optim_grads_params", "no_shard"
+        sharded = {"P": "optim", "S": "optim_grads"}[gradient]
+        return sharded if parameter == "R" else "optim_grads_params", "no_shard"
     return "optim_grads_params", "no_shard" if optimizer == "RS" else "optim"
 
 
@@ -141,18 +141,13 @@ def _replay_groups(record: Json, placement: Placement, c: Comparison) -> None:
             c.equal("offsets", packing.offsets, expected["offsets"])
             c.equal("size", bucket.size, expected["size"])
             continue
-        c.equal("params", names_of(placement, bucket), expected["params"])
-        c.equal("cell", packing.cell, expected["cell"])
-        c.equal("unit", group.unit, expected["unit"])
-        c.equal("expert", group.is_expert, expected["expert"])
-        c.equal("local_shapes", packing.shapes, expected["local_shapes"])
+        names = names_of(placement, bucket)
+        found = {"params": names, "cell": packing.cell, "unit": group.unit, "expert": group.is_expert}
+        c.all_equal("group", found | {"local_shapes": packing.shapes}, expected)
         if "size" in expected:  # absent: no buffer at all (frozen, no_shard)
             c.equal("size", bucket.size, expected["size"])
             c.equal("parts", bucket.parts, expected["parts"])
-            numels = [numel(s) for s in packing.shapes]
-            c.equal(
-                "items", [[o, n] for o, n in zip(packing.offsets, numels, strict=True)], expected["items"]
-            )
+            c.equal("items", items_of(packing), expected["items"])
 
 
 def _replay_rank(record: Json, expected: Json, placement: Placement, c: Comparison) -> None:
@@ -206,19 +201,13 @@ def _replay_bytes(record: Json, expected: Json, placement: Placement, c: Compari
         if "adam_bytes" in expected:
             c.equal("adam", m.adam, expected["adam_bytes"])
         return
-    same = sum(
-        b["model_weight"]
-        for b, g in zip(listed, record["groups"], strict=True)
-        if g["dtype"] == "torch.float32"
-    )
+    of_groups = zip(listed, record["groups"], strict=True)
+    same = sum(sizes["model_weight"] for sizes, group in of_groups if group["dtype"] == "torch.float32")
     c.equal("weights", m.weights, total["model_weight"])
     c.equal("main", m.main_weights, total["main_weight"] - same)
-    if (
-        given["placements"]["gradient"] == "SS"
-    ):  # no strategy of Megatron's names: gradients cut over both axes
-        c.equal("grads", m.gradients, total["main_grad"] * placement.topology.dp_outer)
-    else:
-        c.equal("grads", m.gradients, total["main_grad"])
+    # gradients cut over both axes are no strategy of Megatron's names
+    copies = placement.topology.dp_outer if given["placements"]["gradient"] == "SS" else 1
+    c.equal("grads", m.gradients, total["main_grad"] * copies)
 
 
 def _replay_writers(record: Json, placement: Placement, c: Comparison) -> None:
@@ -280,12 +269,15 @@ def replay_mcore(record: Json, c: Comparison) -> None:
             c.equal(f"rank {rank} {name}", box, e["chunk"])
             c.equal("global_shape", p.shape, e["global_shape"])
             axes = placement.mesh(p)
-            c.equal("mesh", [_MCORE_AXES[axis.name] for axis in axes], e["mesh"])
-            c.equal("mesh_shape", [axis.size for axis in axes], e["mesh_shape"])
-            c.equal("placements", [_placement(axis.dim) for axis in axes], e["placements"])
             c.equal("tp_mode", _TP_MODES[p.tp_dim], e["tp_mode"] or "replicated")
-            c.equal("partition_dim", p.tp_dim, e["partition_dim"])
-            c.equal("local_shape", box.size, e["local_shape"])
+            found = {
+                "mesh": [_MCORE_AXES[axis.name] for axis in axes],
+                "mesh_shape": [axis.size for axis in axes],
+                "placements": ["Replicate()" if a.dim is None else f"Shard(dim={a.dim})" for a in axes],
+                "partition_dim": p.tp_dim,
+                "local_shape": box.size,
+            }
+            c.all_equal(name, found, e)
             row = numel(p.local_shape(topology)[1:])
             shift = 0 if p.tp_dim != 0 else (expert if p.is_expert else at).tp * p.local_shape(topology)[0]
             start = (box.start[0] - shift) * row
@@ -299,11 +291,6 @@ def replay_mcore(record: Json, c: Comparison) -> None:
             [n.removeprefix("module."), e["chunk"]] for n, e in expected["checkpoint"].items() if e["items"]
         ]
         c.equal(f"rank {rank} order and boxes", [[n, b] for n, b in held], saved)
-
-
-def _placement(dim: int | None) -> str:
-    """What torch's placement of a mesh axis prints: which dimension it shards, or that it replicates."""
-    return "Replicate()" if dim is None else f"Shard(dim={dim})"
 
 
 def _replay_mcore_groups(expected: Json, placement: Placement, local: dict[str, str], c: Comparison) -> None:
@@ -321,11 +308,7 @@ def _replay_mcore_groups(expected: Json, placement: Placement, local: dict[str, 
             [e["dtype"], e["is_expert"], e["requires_grad"], e["fsdp_unit_id"]],
         )
         c.equal("cell", packing.cell, e["chunk_size_factor"])
-        c.equal(
-            "items",
-            [[o, numel(s)] for o, s in zip(packing.offsets, packing.shapes, strict=True)],
-            e["items"],
-        )
+        c.equal("items", items_of(packing), e["items"])
         c.equal("bucket_size", bucket.size, e["bucket_size"])
         start, stop = bucket.part_range(placement.part(bucket, rank))
         c.equal("shard", [start, stop - start], e["shard"])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-import re
 
 import pytest
 
 from ckpt_tools.errors import MappingError, UsageError
+from ckpt_tools.megatron.keys import has_expert_axis, stacked_layers
 from ckpt_tools.sharding.parameters import Expert, Part
 from ckpt_tools.sharding.topology import Topology
 from ckpt_tools.sharding.units import LiveTensor, describe, find_units, model_order, number_units
@@ -82,10 +82,6 @@ def test_unknown_modules_keep_their_order_after_the_known_ones() -> None:
     ]
 
 
-def test_no_name_is_lost_even_if_it_is_a_module_too() -> None:
-    assert sorted(model_order(["a.b", "a"])) == ["a", "a.b"]
-
-
 def test_units_are_layers_and_the_rest_is_the_root() -> None:
     modules = find_units(ORDER)
     assert modules == [*(f"decoder.layers.{n}" for n in (0, 2, 10, 11, 12)), "mtp.layers.0.transformer_layer"]
@@ -94,35 +90,21 @@ def test_units_are_layers_and_the_rest_is_the_root() -> None:
     assert owners["mtp.layers.0.transformer_layer.mlp.router.weight"] == 5
     root = [name for name, owner in owners.items() if owner is None]
     assert root == [name for name in ORDER if not any(name.startswith(m + ".") for m in modules)]
-    two_towers = [
-        "language_model.decoder.layers.0.a.weight",
-        "vision_model.decoder.layers.0.a.weight",
-        "vision_model.ln_pre.weight",
-    ]
-    assert find_units(two_towers) == ["language_model.decoder.layers.0", "vision_model.decoder.layers.0"]
-    hybrid = [
-        "mtp.layers.0.mtp_model_layer.layers.1.mixer.D",
-        "mtp.layers.0.mtp_model_layer.final_norm.weight",
-    ]
-    assert find_units(hybrid) == ["mtp.layers.0.mtp_model_layer.layers.1"]
 
 
-def test_modules_of_transformers_are_whole_and_no_units() -> None:
-    """Names like those of Megatron's own modules do not make them such: nothing cuts them, no layer is a unit."""
-    shapes = {
-        "language_model.decoder.layers.0.mlp.linear_fc1.weight": 0,
-        "multi_modal_projector.linear_1.weight": None,
-        "multi_modal_projector.proj.weight": 0,
-        "vision_model.blocks.0.mlp.linear_fc1.weight": None,
-        "vision_model.decoder.layers.0.mlp.linear_fc1.weight": 0,  # of Megatron's own tower
-        "vision_model.merger.linear_fc2.weight": None,
-        "vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight": None,
-        "visual.blocks.0.attn.qkv.weight": None,
-    }
-    found = describe([LiveTensor(name, (8, 8), "bfloat16") for name in shapes], Topology(tp=2))
-    assert {p.name: p.tp_dim for p in found} == shapes
-    own = {p.name for p in found if p.unit is not None}
-    assert own == {name for name in shapes if ".decoder.layers." in name}
+@pytest.mark.parametrize(
+    ("names", "units"),
+    [
+        (["language_model.decoder.layers.0.a", "vision_model.decoder.layers.0.a", "vision_model.ln_pre.weight"],
+         ["language_model.decoder.layers.0", "vision_model.decoder.layers.0"]),
+        ([f"mtp.layers.0.mtp_model_layer.{name}" for name in ("layers.1.mixer.D", "final_norm.weight")],
+         ["mtp.layers.0.mtp_model_layer.layers.1"]),
+        # names like those of Megatron's own modules do not make modules of transformers units
+        (["vision_model.blocks.0.mlp.linear_fc1.weight", "visual.blocks.0.attn.qkv.weight"], []),
+    ],
+)  # fmt: skip
+def test_units_of_other_models(names: list[str], units: list[str]) -> None:
+    assert find_units(names) == units
 
 
 def test_a_numbered_module_of_unknown_kind_is_an_error_that_names_its_tensors() -> None:
@@ -172,36 +154,47 @@ def test_tensor_parallelism_needs_a_rule() -> None:
     assert [p.tp_dim for p in describe(tensors, Topology(tp=2), tp_dims=dims)] == [1, 0]
 
 
+LAYER = "decoder.layers.0."
+
+
 @pytest.mark.parametrize(
     ("name", "dim"),
     [
-        ("decoder.layers.0.mixer.norm.weight", 0),
-        ("decoder.layers.0.norm.weight", None),
-        ("decoder.layers.0.mixer.D", 0),
-        ("decoder.layers.0.mixer.conv1d_weight", 0),
-        ("decoder.layers.0.mixer.out_proj.weight", 1),
-        ("decoder.layers.0.self_attention.out_norm.weight", None),
-        ("decoder.layers.0.self_attention.core_attention.softmax_offset", 0),
-        ("decoder.layers.0.mlp.shared_experts.gate_weight", None),
-        ("decoder.layers.0.mlp.linear_fc2.bias", None),
-        ("decoder.layers.0.mlp.experts.linear_fc1.weight0", 0),
-        ("decoder.layers.0.mlp.experts.linear_fc2.weight0", 1),
-        ("decoder.layers.0.mlp.experts.linear_fc2.bias0", None),
+        (f"{LAYER}mixer.norm.weight", 0),
+        (f"{LAYER}norm.weight", None),
+        (f"{LAYER}mixer.D", 0),
+        (f"{LAYER}mixer.conv1d_weight", 0),
+        (f"{LAYER}mixer.out_proj.weight", 1),
+        (f"{LAYER}self_attention.out_norm.weight", None),
+        (f"{LAYER}self_attention.core_attention.softmax_offset", 0),
+        (f"{LAYER}mlp.shared_experts.gate_weight", None),
+        (f"{LAYER}mlp.linear_fc2.bias", None),
+        (f"{LAYER}mlp.experts.linear_fc1.weight0", 0),
+        (f"{LAYER}mlp.experts.linear_fc2.weight0", 1),
+        (f"{LAYER}mlp.experts.linear_fc2.bias0", None),
         ("output_layer.bias", 0),
+        ("multi_modal_projector.proj.weight", 0),
+        (
+            f"vision_model.{LAYER}mlp.linear_fc1.weight",
+            0,
+        ),  # of Megatron's own tower; those of transformers are whole
+        ("multi_modal_projector.linear_1.weight", None),
+        ("vision_model.blocks.0.mlp.linear_fc1.weight", None),
+        ("vision_model.merger.linear_fc2.weight", None),
+        ("vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight", None),
+        ("visual.blocks.0.attn.qkv.weight", None),
     ],
 )
 def test_dimension_by_name(name: str, dim: int | None) -> None:
-    (p,) = describe([LiveTensor(name, (4, 4), "bfloat16")], Topology(tp=2))
+    (p,) = describe([LiveTensor(name, (8, 8), "bfloat16")], Topology(tp=2))
     assert p.tp_dim == dim
 
 
 def test_nothing_is_asked_that_the_layout_does_not_need() -> None:
     strange = [LiveTensor("tower.blocks.3.experts.local_experts.7.x", (3, 4), "bfloat16")]
     assert describe(strange, Topology(tp=2), layout="even")[0].name == strange[0].name
-    assert (
-        describe([LiveTensor("tower.blocks.3.x", (3, 4), "bfloat16")], Topology(2), layout="fsdp2")[0].unit
-        is None
-    )
+    (plain,) = describe([LiveTensor("tower.blocks.3.x", (3, 4), "bfloat16")], Topology(2), layout="fsdp2")
+    assert plain.unit is None
 
 
 def test_missing_experts_and_odd_halves_are_refused() -> None:
@@ -227,36 +220,18 @@ def test_dimensions_are_those_that_megatron_cut(fixture: str) -> None:
     local_mla: dict[str, int | None] = {"*_down_proj.weight": 0}
     compared = 0
     for key, entry in entries.items():
-        if (
-            not hasattr(entry, "chunks")
-            or key.startswith("optimizer")
-            or not key.endswith((".weight", ".bias", "_weight", "_log"))
-        ):
+        is_weight = key.endswith((".weight", ".bias", "_weight", "_log")) and not key.startswith("optimizer")
+        if not hasattr(entry, "chunks") or not is_weight:
             continue
-        stacked = int(".layers." in key and not re.search(r"\.layers\.\d", key)) + int(
-            ".experts.experts." in key
-        )
-        offsets = [chunk.offsets[stacked:] for chunk in entry.chunks]
+        layers, experts = stacked_layers(key), has_expert_axis(key)
+        name = f"{key[: layers[0]]}0.{key[layers[0] :]}" if layers else key
+        name = name.replace(".experts.experts.", ".experts.local_experts.0.")
+        axes = len(layers) + experts
+        offsets = [chunk.offsets[axes:] for chunk in entry.chunks]
         cut = [d for d in range(len(offsets[0])) if len({o[d] for o in offsets}) > 1]
-        name = key.replace(".experts.experts.", ".experts.local_experts.0.").replace(
-            ".layers.", ".layers.0.", stacked
-        )
         (p,) = describe(
-            [
-                LiveTensor(
-                    re.sub(r"layers\.0\.\d+", "layers.0", name), tuple(entry.size[stacked:]), "bfloat16"
-                )
-            ],
-            Topology(tp=2),
-            tp_dims=local_mla,
+            [LiveTensor(name, tuple(entry.size[axes:]), "bfloat16")], Topology(tp=2), tp_dims=local_mla
         )
         assert cut == ([] if p.tp_dim is None else [p.tp_dim]), key
         compared += 1
     assert compared >= 9
-
-
-def test_modules_are_looked_at_once_and_names_without_one_lie_in_none() -> None:
-    assert find_units(["a.0.w", "bare", "a.1.w", "a.0.v"], ["*.*", "*"], None) == ["a.0", "a.1"]
-    assert find_units(["bare", "blocks.w"], ["*"], None) == ["blocks"]
-    assert number_units(["bare", "a.0.w", "a.0.mlp.fc.w", "a.1.w"], ["a.0", "a.0.mlp"]) == [None, 0, 0, None]
-    assert number_units(["a.0.w", "a.0.mlp.fc.w"], ["a.0", "a.0.mlp"], innermost=True) == [0, 1]

@@ -7,7 +7,6 @@ from itertools import product
 import pytest
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.model.choices import LayoutName
 from ckpt_tools.sharding.memory import Memory, rank_memory
 from ckpt_tools.sharding.parameters import Parameter
 from ckpt_tools.sharding.placement import Placement
@@ -37,28 +36,6 @@ def test_each_strategy_by_hand(strategy: str, expected: Memory) -> None:
     assert memory.peak == memory.persistent + memory.communication
 
 
-def test_types_of_main_weights_and_gradients() -> None:
-    placement = Placement(PARAMETERS, Topology(3))
-    assert rank_memory(placement, 0, main_dtype=None) == Memory(48, 0, 48, 2 * 2 * 24, 0, 144 + 144)
-    fp32 = rank_memory(placement, 0, grad_dtype="float32")
-    assert (fp32.gradients, fp32.communication) == (96, 144 + 288)  # no cast copy
-
-
-def test_frozen_parameters_have_weights_only() -> None:
-    frozen = [Parameter("w", (4, 2), "bfloat16", trainable=False, unit=0)]
-    layouts: tuple[LayoutName, ...] = ("mfsdp-v1", "fsdp2")
-    for layout in layouts:
-        topology = Topology(2, strategy="optim_grads_params")
-        memory = rank_memory(Placement(frozen, topology, layout), 0)
-        assert (memory.weights, memory.main_weights, memory.gradients, memory.adam) == (8, 0, 0, 0)
-
-
-def test_hfsdp_keeps_an_inner_part_of_weights_and_gradients() -> None:
-    w = [Parameter("w", (8, 2), "bfloat16", unit=0)]
-    memory = rank_memory(Placement(w, Topology(2, dp_outer=2, outer_strategy="optim")), 3)
-    assert (memory.weights, memory.main_weights, memory.gradients, memory.adam) == (16, 16, 16, 32)
-
-
 def test_two_units_and_the_root_are_gathered_at_a_time() -> None:
     parameters = [
         Parameter(name, (2 * size, 1), "bfloat16", unit=unit)
@@ -67,15 +44,6 @@ def test_two_units_and_the_root_are_gathered_at_a_time() -> None:
     memory = rank_memory(Placement(parameters, Topology(2)), 0, grad_dtype="float32")
     gathered, reduced = 2 * (10 + 18 + 12), 4 * 18
     assert memory.communication == gathered + reduced
-
-
-def test_fsdp2_allocates_full_chunks_everywhere() -> None:
-    placement = Placement([Parameter("w", (9, 2), "float32")], Topology(8), "fsdp2")
-    assert [rank_memory(placement, rank) for rank in (0, 4, 7)] == [
-        Memory(16, 0, 16, 32, 0),
-        Memory(16, 0, 16, 16, 16),
-        Memory(16, 0, 16, 0, 32),
-    ]
 
 
 def test_module_buffers_are_whole_everywhere_and_even_is_no_job() -> None:

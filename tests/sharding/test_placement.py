@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable
 
 import numpy as np
@@ -180,75 +179,6 @@ def test_boxes_of_parts_hold_the_rows_of_the_live_tensor(
         assert np.concatenate(found or [live[:0]]).tolist() == mine.tolist()
 
 
-def test_four_parameters_over_three_ranks() -> None:
-    """The worked example of the documentation, by hand."""
-    parameters = [
-        Parameter(name, shape, "bfloat16", unit=0)
-        for name, shape in {"c": (4,), "a": (5, 6), "d": (2,), "b": (7, 4)}.items()
-    ]
-    placement = Placement(parameters, Topology(dp_shard=3))
-    (bucket,) = placement.buckets(0)
-    assert [parameters[i].name for i in bucket.group.members] == ["a", "b", "c", "d"]
-    assert (bucket.packing.cell, bucket.packing.offsets, bucket.size) == (12, (0, 32, 60, 30), 72)
-    assert list(placement.boxes(0)) == [("a", Box((0, 0), (4, 6)))]
-    assert list(placement.boxes(1)) == [
-        ("a", Box((4, 0), (1, 6))),
-        ("d", Box((0,), (2,))),
-        ("b", Box((0, 0), (4, 4))),
-    ]
-    assert list(placement.boxes(2)) == [("c", Box((0,), (4,))), ("b", Box((4, 0), (3, 4)))]
-    assert [(p.name, box.start, box.size) for p, box in placement.shards(0)] == [
-        ("c", (0,), (0,)),
-        ("a", (0, 0), (4, 6)),
-        ("d", (0,), (0,)),
-        ("b", (0, 0), (0, 4)),
-    ]
-
-
-def test_column_and_row_parallel_boxes() -> None:
-    column = Placement([Parameter("w", (6, 4), "float32", tp_dim=0)], Topology(2, tp=2))
-    row = Placement([Parameter("w", (4, 6), "float32", tp_dim=1)], Topology(2, tp=2))
-    assert [dict(column.boxes(rank))["w"] for rank in range(4)] == [
-        Box((0, 0), (2, 4)),
-        Box((3, 0), (2, 4)),
-        Box((2, 0), (1, 4)),
-        Box((5, 0), (1, 4)),
-    ]
-    assert [dict(row.boxes(rank))["w"] for rank in range(4)] == [
-        Box((0, 0), (2, 3)),
-        Box((0, 3), (2, 3)),
-        Box((2, 0), (2, 3)),
-        Box((2, 3), (2, 3)),
-    ]
-
-
-def test_replicas_are_held_by_all_and_written_once() -> None:
-    parameters = [Parameter("w", (4, 2), "float32"), Parameter("bias", (3,), "float32", buffer=True)]
-    hsdp = Placement(parameters, Topology(2, dp_outer=2))
-    assert (
-        list(hsdp.boxes(0)) == list(hsdp.boxes(2)) == [("w", Box((0, 0), (2, 2))), ("bias", Box((0,), (3,)))]
-    )
-    assert [len(list(hsdp.written(rank))) for rank in range(4)] == [2, 1, 0, 0]
-    hfsdp = Placement(parameters, Topology(2, dp_outer=2, outer_strategy="optim"))
-    rows = [dict(hfsdp.boxes(rank))["w"].start[0] for rank in range(4)]
-    assert rows == [0, 2, 1, 3]  # the outer parts of one inner coordinate are neighbours
-    whole = Placement(parameters, Topology(2, dp_outer=2, strategy="no_shard"))
-    assert all(dict(whole.boxes(rank))["w"] == Box((0, 0), (4, 2)) for rank in range(4))
-    assert [len(list(whole.written(rank))) for rank in range(4)] == [2, 0, 0, 0]
-
-
-def test_each_expert_stands_on_its_expert_parallel_ranks() -> None:
-    parameters = [
-        Parameter(f"mlp.experts.{e}", (4, 2), "float32", is_expert=True, expert=Expert(e, 4))
-        for e in range(4)
-    ]
-    placement = Placement(parameters, Topology(4, ep=2))
-    names: dict[int, set[str]] = defaultdict(set)
-    for rank in range(4):
-        names[rank % 2] |= {name for name, _ in placement.boxes(rank)}
-    assert names == {0: {"mlp.experts.0", "mlp.experts.1"}, 1: {"mlp.experts.2", "mlp.experts.3"}}
-
-
 MIDROW = [Parameter(f"p{i}", shape, "bfloat16") for i, shape in enumerate([(7, 10), (2, 3), (2, 3)])]
 
 
@@ -308,33 +238,6 @@ def test_parameters_that_do_not_fit_are_named(
 ) -> None:
     with pytest.raises(UsageError, match=words):
         Placement([Parameter("ok", (4, 4), "bfloat16"), parameter], topology, layout)
-
-
-def test_all_problems_are_listed_and_double_names_refused() -> None:
-    odd = [Parameter(name, (5,), "bfloat16", tp_dim=0) for name in ("x", "y", "y")]
-    with pytest.raises(UsageError) as error:
-        Placement(odd, Topology(tp=2))
-    assert all(text in str(error.value) for text in ("x: tp 2", "y: tp 2", "y is listed 2 times"))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "buckets"), [("optim", [["x"], ["e"], ["y"]]), ("no_shard", [["x", "e", "y"]])]
-)
-def test_a_shared_embedding_has_a_bucket_of_its_own_if_anything_is_sharded(
-    strategy: str, buckets: list[list[str]]
-) -> None:
-    parameters = [Parameter(n, (4, 2), "float32", shared_embedding=n == "e") for n in ("x", "e", "y")]
-    found = Placement(parameters, Topology(2, strategy=strategy)).buckets(0)
-    assert [[parameters[i].name for i in b.group.members] for b in found] == buckets
-
-
-def test_mesh_axes_say_what_is_sharded() -> None:
-    p, b = Parameter("w", (4, 2), "float32", tp_dim=1), Parameter("b", (4,), "float32", buffer=True)
-    hfsdp = Placement([p, b], Topology(2, 3, 2, outer_strategy="optim"))
-    assert hfsdp.mesh(p) == (("dp_outer", 3, 0), ("dp_shard", 2, 0), ("tp", 2, 1))
-    assert hfsdp.mesh(b) == ()
-    whole = Placement([p], Topology(2, 3, strategy="no_shard"))
-    assert whole.mesh(p) == (("dp_outer", 3, None), ("dp_shard", 2, None))
 
 
 def test_even_takes_scalars_and_gives_them_to_rank_0() -> None:

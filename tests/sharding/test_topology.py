@@ -71,18 +71,24 @@ def test_all_problems_are_told_at_once() -> None:
 def test_the_world_size_decides_what_is_left_over() -> None:
     assert Topology.of_world(64, tp=2, cp=2, dp_outer=4) == Topology(4, 4, 2, 2)
     assert Topology.of_world(64, dp_shard=32, tp=2) == Topology(32, tp=2)
-    with pytest.raises(UsageError, match="world size 64 is not a multiple of dp_outer 1 x cp 1 x tp 3 = 3"):
-        Topology.of_world(64, tp=3)
-    with pytest.raises(UsageError, match="world size 64 is not dp_outer 1 x cp 1 x tp 2 x dp_shard 16 = 32"):
-        Topology.of_world(64, dp_shard=16, tp=2)
-    with pytest.raises(UsageError, match="dp_shard is 0, it must be at least 1"):
-        Topology.of_world(0, dp_shard=0)
-    with pytest.raises(UsageError, match="world size 2 is not a multiple of"):
-        Topology.of_world(2, tp=4)
-    with pytest.raises(UsageError, match="pp is 2"):
-        Topology.of_world(4, pp=2)
-    with pytest.raises(UsageError, match="tp is 0"):
-        Topology.of_world(4, tp=0)
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "reason"),
+    [
+        (64, {"tp": 3}, "world size 64 is not a multiple of dp_outer 1 x cp 1 x tp 3 = 3"),
+        (64, {"dp_shard": 16, "tp": 2}, "world size 64 is not dp_outer 1 x cp 1 x tp 2 x dp_shard 16 = 32"),
+        (0, {"dp_shard": 0}, "dp_shard is 0, it must be at least 1"),
+        (2, {"tp": 4}, "world size 2 is not a multiple of"),
+        (4, {"pp": 2}, "pp is 2"),
+        (4, {"tp": 0}, "tp is 0"),
+    ],
+)
+def test_a_world_that_the_sizes_do_not_fill_is_refused(
+    world: int, sizes: dict[str, int], reason: str
+) -> None:
+    with pytest.raises(UsageError, match=reason):
+        Topology.of_world(world, **sizes)
 
 
 def test_layouts_refuse_axes_they_do_not_have() -> None:

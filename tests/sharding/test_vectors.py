@@ -30,36 +30,10 @@ COMPARED = {
 }
 # What a record says about itself or about how it was made, not about a layout.
 NOT_COMPARED = {
-    *(
-        "family",
-        "id",
-        "source",
-        "doc",
-        "kind",
-        "layers",
-        "hidden",
-        "heads",
-        "ffn",
-        "vocab",
-        "moe_ffn",
-        "swiglu",
-    ),
-    *(
-        "bias",
-        "kv",
-        "pos",
-        "norm",
-        "tied",
-        "units",
-        "expert",
-        "sym_fail",
-        "may_fail",
-        "dcp",
-        "optimizer",
-        "opt_sd",
-    ),
-    *("rep_as_dtensor", "tp_style", "tensor_model_parallel", "eshard", "adam", "world"),
-}
+    "family", "id", "source", "doc", "kind", "layers", "hidden", "heads", "ffn", "vocab", "moe_ffn", "swiglu", "bias",
+    "kv", "pos", "norm", "tied", "units", "expert", "sym_fail", "may_fail", "dcp", "optimizer", "opt_sd",
+    "rep_as_dtensor", "tp_style", "tensor_model_parallel", "eshard", "adam", "world",
+}  # fmt: skip
 
 
 class Read(dict[str, Any]):

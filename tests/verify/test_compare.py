@@ -71,22 +71,11 @@ def test_ulp_distance_counts_the_numbers_between(dtype, data):
     assert ulp_distance(raw(dtype, high), raw(dtype, low), dtype).tolist() == [count]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@given(data=st.data())
-def test_one_ulp_is_numpys_nextafter(dtype, data):
-    value = np.array(
-        [data.draw(st.floats(allow_nan=False, allow_infinity=False, width=WIDTHS[dtype]))], dtype
-    )
-    above = np.nextafter(value, np.array([np.inf], dtype))
-    assert ulp_distance(value.view(raw_dtype(dtype)), above.view(raw_dtype(dtype)), dtype).tolist() == [1]
-
-
 def test_ulp_distance_over_the_whole_line_does_not_overflow():
     for dtype, infinity in INFINITY.items():
         sign = 1 << (WIDTHS[dtype] - 1)
-        assert ulp_distance(raw(dtype, sign | infinity), raw(dtype, infinity), dtype).tolist() == [
-            2 * infinity
-        ]
+        whole = ulp_distance(raw(dtype, sign | infinity), raw(dtype, infinity), dtype)
+        assert whole.tolist() == [2 * infinity]
         assert ulp_distance(raw(dtype, sign), raw(dtype, 0), dtype).tolist() == [0]
 
 

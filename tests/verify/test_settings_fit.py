@@ -15,7 +15,8 @@ from ckpt_tools.cli.app import run
 from ckpt_tools.commands.check.verify import verify_checkpoint
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.megatron.format import FORMATS
-from ckpt_tools.verify.checkpoint.settings_fit import check_settings
+from ckpt_tools.verify.checkpoint.counters import _contradictions, _is_count, _of_optimizer
+from ckpt_tools.verify.readiness.model_rules import check_settings
 from tests.commands import oracle
 from tests.conftest import all_checkpoints, fixture_dir
 from tests.damage import copy_of, keys_with, metadata_of, replace_chunk
@@ -56,67 +57,56 @@ def test_a_sound_checkpoint_has_no_finding(name):
     assert (checks["settings"].looked_at > 3) == (name not in UNKNOWN)
 
 
-@pytest.mark.parametrize(
-    ("setting", "value", "told"),
-    [
-        ("num_attention_heads", 64, "rows of linear_qkv would be"),
-        ("num_query_groups", 1, "rows of linear_qkv would be"),
-        ("kv_channels", 64, "columns of linear_proj would be 256, the checkpoint has 32"),
-        ("hidden_size", 48, "hidden size would be 48, the checkpoint has 32"),
-        ("ffn_hidden_size", 72, "ffn_hidden_size would be 72, the checkpoint has 64"),
-        ("swiglu", False, "rows of linear_fc1 would be 64, the checkpoint has 128"),
-        ("untie_embeddings_and_output_weights", False, "output_layer.weight is stored"),
-        ("add_bias_linear", True, "linear_fc2.bias is not stored"),
-        ("add_qkv_bias", True, "linear_qkv.bias is not stored"),
-        ("qk_layernorm", True, "q_layernorm is not stored"),
-        ("normalization", "LayerNorm", "decoder.final_layernorm.bias is not stored"),
-        ("position_embedding_type", "learned_absolute", "position_embeddings.weight is not stored"),
-        ("num_experts", 8, "a router is not stored"),
-        ("multi_latent_attention", True, "linear_kv_down_proj is not stored"),
-        ("mtp_num_layers", 1, "0 such layers are stored"),
-    ],
-)
-@pytest.mark.parametrize("name", [LLAMA, NATIVE])
-def test_settings_of_a_dense_model(name, setting, value, told):
-    if name == NATIVE and setting == "swiglu":
-        told = "linear_fc1.weight_w is stored"
-    found = findings(name, {setting: value})
-    assert any(f.severity == "error" and setting in f.where and told in f.message for f in found), found
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "told"),
-    [
-        ("num_experts", 8, "num_experts would be 8, the checkpoint has 4"),
-        ("moe_ffn_hidden_size", 40, "moe_ffn_hidden_size would be 40, the checkpoint has 48"),
-        ("moe_shared_expert_intermediate_size", 16, "would be 16, the checkpoint has 24"),
-        ("moe_router_enable_expert_bias", False, "expert_bias is stored"),
-        ("moe_layer_freq", 1, "makes experts in layers [0, 1"),
-    ],
-)
-@pytest.mark.parametrize("name", [MOE, NATIVE_MOE])
-def test_settings_of_experts(name, setting, value, told):
-    found = findings(name, {setting: value})
-    assert any(setting in f.where and told in f.message for f in found), found
+DENSE = [
+    ("num_attention_heads", 64, "rows of linear_qkv would be"),
+    ("num_query_groups", 1, "rows of linear_qkv would be"),
+    ("kv_channels", 64, "columns of linear_proj would be 256, the checkpoint has 32"),
+    ("hidden_size", 48, "hidden size would be 48, the checkpoint has 32"),
+    ("ffn_hidden_size", 72, "ffn_hidden_size would be 72, the checkpoint has 64"),
+    ("untie_embeddings_and_output_weights", False, "output_layer.weight is stored"),
+    ("add_bias_linear", True, "linear_fc2.bias is not stored"),
+    ("add_qkv_bias", True, "linear_qkv.bias is not stored"),
+    ("qk_layernorm", True, "q_layernorm is not stored"),
+    ("normalization", "LayerNorm", "decoder.final_layernorm.bias is not stored"),
+    ("position_embedding_type", "learned_absolute", "position_embeddings.weight is not stored"),
+    ("num_experts", 8, "a router is not stored"),
+    ("multi_latent_attention", True, "linear_kv_down_proj is not stored"),
+    ("mtp_num_layers", 1, "0 such layers are stored"),
+]
+EXPERTS = [
+    ("num_experts", 8, "num_experts would be 8, the checkpoint has 4"),
+    ("moe_ffn_hidden_size", 40, "moe_ffn_hidden_size would be 40, the checkpoint has 48"),
+    ("moe_shared_expert_intermediate_size", 16, "would be 16, the checkpoint has 24"),
+    ("moe_router_enable_expert_bias", False, "expert_bias is stored"),
+    ("moe_layer_freq", 1, "makes experts in layers [0, 1"),
+]
+OTHERS = [
+    (LLAMA, "swiglu", False, "rows of linear_fc1 would be 64, the checkpoint has 128"),
+    (NATIVE, "swiglu", False, "linear_fc1.weight_w is stored"),
+    (MLA, "kv_lora_rank", 16, "rows of linear_kv_down_proj would be 20, the checkpoint has 12"),
+    (MLA, "q_lora_rank", 16, "rows of linear_q_down_proj would be 16, the checkpoint has 12"),
+    (MLA, "qk_head_dim", 16, "rows of linear_kv_up_proj would be 96, the checkpoint has 64"),
+    (MLA, "qk_pos_emb_head_dim", 8, "rows of linear_q_up_proj would be 64, the checkpoint has 48"),
+    (MLA, "v_head_dim", 16, "columns of linear_proj would be 64, the checkpoint has 32"),
+    (MLA, "mtp_num_layers", 2, "1 such layers are stored"),
+    (GPT, "max_position_embeddings", 4096, "would be 4096"),
+    (BRIDGE, "num_attention_heads", 16, "rows of linear_qkv would be"),
+    (BRIDGE, "gated_linear_unit", False, "rows of linear_fc1 would be"),
+]
 
 
 @pytest.mark.parametrize(
     ("name", "setting", "value", "told"),
     [
-        (MLA, "kv_lora_rank", 16, "rows of linear_kv_down_proj would be 20, the checkpoint has 12"),
-        (MLA, "q_lora_rank", 16, "rows of linear_q_down_proj would be 16, the checkpoint has 12"),
-        (MLA, "qk_head_dim", 16, "rows of linear_kv_up_proj would be 96, the checkpoint has 64"),
-        (MLA, "qk_pos_emb_head_dim", 8, "rows of linear_q_up_proj would be 64, the checkpoint has 48"),
-        (MLA, "v_head_dim", 16, "columns of linear_proj would be 64, the checkpoint has 32"),
-        (MLA, "mtp_num_layers", 2, "1 such layers are stored"),
-        (GPT, "max_position_embeddings", 4096, "would be 4096"),
-        (BRIDGE, "num_attention_heads", 16, "rows of linear_qkv would be"),
-        (BRIDGE, "gated_linear_unit", False, "rows of linear_fc1 would be"),
+        *((name, *row) for name in (LLAMA, NATIVE) for row in DENSE),
+        *((name, *row) for name in (MOE, NATIVE_MOE) for row in EXPERTS),
+        *OTHERS,
     ],
 )
-def test_settings_of_other_models(name, setting, value, told):
+def test_settings_that_contradict_the_weights(name, setting, value, told):
     found = findings(name, {setting: value})
-    assert any(told in f.message for f in found), found
+    named = [f for f in found if setting in f.where or setting == "gated_linear_unit"]
+    assert any(f.severity == "error" and told in f.message for f in named), found
 
 
 @pytest.mark.parametrize(
@@ -151,63 +141,37 @@ def test_a_prediction_layer_that_is_used_again_is_stored_once():
     assert not findings(MLA, {"mtp_num_layers": 3, "mtp_use_repeated_layer": True})
 
 
-def with_common(place, change):
-    """A copy of a run whose common state was changed."""
+def with_common(place, **changes):
+    """A copy of a run whose common state has other values under these dotted names."""
     root = copy_of("v016_dense_fr_tp2_dp2_te", place) / "checkpoint"
     common = torch.load(root / "common.pt", weights_only=False, pickle_module=oracle.PickleModule)
     plain = {k: v for k, v in vars(common["args"]).items() if isinstance(v, bool | int | float | str | None)}
     common["args"] = argparse.Namespace(**plain)
-    change(common)
+    for name, value in changes.items():
+        *path, last = name.split(".")
+        holder = common
+        for part in path:
+            holder = vars(holder[part]) if part == "args" else holder[int(part) if part.isdecimal() else part]
+        holder[last] = value
     torch.save(common, root / "common.pt")
     return root
 
 
-def more_heads(common):
-    common["args"].num_attention_heads *= 2
-
-
-def later(common):
-    common["iteration"] = 99
-
-
-def further(common):
-    common["optimizer"]["optimizer"]["param_groups"][0]["step"] += 5
-
-
-def started_later(common):
-    common["args"].iteration = 3
-
-
-def schedule_behind(common):
-    common["opt_param_scheduler"]["num_steps"] = 8
-
-
-def schedule_ahead(common):
-    common["opt_param_scheduler"]["num_steps"] = 999
-
-
+STEP, SAMPLES = "optimizer.optimizer.param_groups.0.step", "opt_param_scheduler.num_steps"
 CHANGES = [
-    (
-        more_heads,
-        1,
-        "num_attention_heads 8, num_query_groups 2, kv_channels 8: rows of linear_qkv would be 96",
-    ),
-    (later, 0, "it is 99, but 16 samples (args.consumed_train_samples) in batches of 8 are 2 iterations"),
-    (
-        further,
-        0,
-        "groups of one optimizer have made different numbers of steps: 7 (optimizer.param_groups.0), 2 (optim",
-    ),
-    (further, 0, "it is 2, but the optimizer has made 7 steps"),
-    (started_later, 0, "it is 2, but the run went on from 3 (args.iteration)"),
-    (schedule_behind, 0, "the learning rate is that of 8 samples, args.consumed_train_samples is 16"),
-    (schedule_ahead, 0, "the learning rate is that of 999 samples, args.consumed_train_samples is 16"),
-]
+    ({"args.num_attention_heads": 8}, 1, "num_attention_heads 8, num_query_groups 2, kv_channels 8: rows of"),
+    ({"iteration": 99}, 0, "it is 99, but 16 samples (args.consumed_train_samples) in batches of 8 are 2 iterations"),
+    ({STEP: 7}, 0, "different numbers of steps: 7 (optimizer.param_groups.0), 2 (optim"),
+    ({STEP: 7}, 0, "it is 2, but the optimizer has made 7 steps"),
+    ({"args.iteration": 3}, 0, "it is 2, but the run went on from 3 (args.iteration)"),
+    ({SAMPLES: 8}, 0, "the learning rate is that of 8 samples, args.consumed_train_samples is 16"),
+    ({SAMPLES: 999}, 0, "the learning rate is that of 999 samples, args.consumed_train_samples is 16"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "code", "told"), CHANGES)
 def test_verify_and_convert_tell_of_a_contradiction(tmp_path, capsys, change, code, told):
-    root = with_common(tmp_path, change)
+    root = with_common(tmp_path, **change)
     assert run(["verify", str(root)]) == code
     assert told in capsys.readouterr().out
     assert run(["convert", str(root), str(tmp_path / "out"), "--json"]) == 0
@@ -216,43 +180,24 @@ def test_verify_and_convert_tell_of_a_contradiction(tmp_path, capsys, change, co
     assert any(told in line for line in json.loads(printed.out)["warnings"])
 
 
-def a_word_for_a_step(common):
-    common["optimizer"]["optimizer"]["param_groups"][0]["step"] = "two"
-
-
-def no_step(common):
-    common["optimizer"]["optimizer"]["param_groups"][0]["step"] = float("nan")
-
-
-def a_step_beyond_floats(common):
-    common["optimizer"]["optimizer"]["param_groups"][0]["step"] = 10**400
-
-
-def a_word_for_samples(common):
-    common["opt_param_scheduler"]["num_steps"] = "many"
-
-
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (
-            a_word_for_a_step,
-            "optimizer.optimizer.param_groups.0.step is 'two', and a 64-bit number belongs there",
-        ),
-        (no_step, "optimizer.param_groups.0: its step is nan, no number of steps"),
-        (a_step_beyond_floats, "optimizer.optimizer.param_groups.0.step is an integer of 1329 bits"),
-        (a_word_for_samples, "opt_param_scheduler.num_steps is 'many'"),
+        ({STEP: "two"}, f"{STEP} is 'two', and a 64-bit number belongs there"),
+        ({STEP: float("nan")}, "optimizer.param_groups.0: its step is nan, no number of steps"),
+        ({STEP: 10**400}, f"{STEP} is an integer of 1329 bits"),
+        ({SAMPLES: "many"}, f"{SAMPLES} is 'many'"),
     ],
 )
 def test_a_counter_that_is_no_number_is_told(tmp_path, capsys, change, told):
-    assert run(["verify", str(with_common(tmp_path, change))]) in (0, 1)
+    assert run(["verify", str(with_common(tmp_path, **change))]) in (0, 1)
     assert told in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("change", [further, schedule_behind, schedule_ahead])
+@pytest.mark.parametrize("change", [{STEP: 7}, {SAMPLES: 8}])
 @pytest.mark.parametrize("to", ["fsdp_dtensor", "torch_dist", "dcp"])
 def test_a_counter_that_is_not_written_is_not_warned_of(tmp_path, capsys, change, to):
-    root = with_common(tmp_path, change)
+    root = with_common(tmp_path, **change)
     words = ["convert", str(root), str(tmp_path / "out"), "--to", to, "--weights-only", "--json"]
     assert run(words) == 0
     printed = capsys.readouterr()
@@ -260,7 +205,7 @@ def test_a_counter_that_is_not_written_is_not_warned_of(tmp_path, capsys, change
 
 
 def test_one_that_is_written_with_weights_alone_is(tmp_path, capsys):
-    root = with_common(tmp_path, started_later)
+    root = with_common(tmp_path, **{"args.iteration": 3})
     assert run(["convert", str(root), str(tmp_path / "out"), "--weights-only", "--json"]) == 0
     assert "the run went on from 3" in capsys.readouterr().err
 
@@ -310,16 +255,23 @@ def test_the_counters_of_a_plain_state_dict_are_looked_at(tmp_path):
     assert check.looked_at > 10 and not lines
 
 
-def test_steps_that_were_skipped_and_other_batches_are_no_contradiction(tmp_path):
-    def skipped(common):
-        common["opt_param_scheduler"]["num_steps"] = 8
-        for group in common["optimizer"]["optimizer"]["param_groups"]:
-            group["step"] = 1
+@pytest.mark.parametrize(
+    "change",
+    [
+        {SAMPLES: 8, **{STEP.replace("0", str(group)): 1 for group in (0, 1)}},  # steps that were skipped
+        {"args.global_batch_size": 4},
+    ],
+)
+def test_what_is_no_contradiction(tmp_path, change):
+    checks = {check.name: check for check in verify_checkpoint(with_common(tmp_path, **change)).checks}
+    assert not checks["counters"].findings
 
-    def other_batch(common):
-        common["args"].global_batch_size = 4
 
-    for index, change in enumerate((skipped, other_batch)):
-        root = with_common(tmp_path / str(index), change)
-        checks = {check.name: check for check in verify_checkpoint(str(root)).checks}
-        assert not checks["counters"].findings
+@pytest.mark.parametrize("value", [10**400, -(10**400), 1 << 63, float("inf"), float("nan"), "2", None])
+def test_no_count(value):
+    assert not _is_count(value)
+
+
+def test_samples_that_no_float_holds():
+    args = {"consumed_train_samples": 10**400, "global_batch_size": 1}
+    assert list(_contradictions(5, None, _of_optimizer({"step": 4}, has_groups=True), args)) == []

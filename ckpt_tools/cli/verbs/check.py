@@ -21,17 +21,18 @@ if TYPE_CHECKING:
     from ckpt_tools.commands.check.preflight import Start
     from ckpt_tools.verify.report import Report
 
-_AS_JSON = flag("--json", help="JSON on stdout, the same as --format json.")
-_VERBOSE = flag("--verbose", "-v", help="Also print every check and what it looked at.")
+_AS_JSON = flag("--json", help="Print JSON, the same as --format json.")
+_VERBOSE = flag("--verbose", "-v", help="Print every check, and how much it looked at.")
+_WAYS = {"resume": "resumes training"}
 _VERIFY = {
-    "content": flag("--content", help="Read every byte: checksums, masters against weights, NaN and Inf."),
+    "content": flag("--content", help="Read every byte: checksums, NaN and Inf, masters equal to weights."),
     "manifest": option(
         Path, "--manifest",
-        help="Compare with a file of SHA-256 sums that --write-manifest made; reads every byte.",
+        help="Compare with the SHA-256 sums in a file of --write-manifest; reads every byte.",
     ),
     "write_manifest": option(
         Path, "--write-manifest", callback=v.in_a_folder,
-        help="Write SHA-256 sums of files and tensors to a new file, if the checkpoint is valid.",
+        help="Write SHA-256 sums of files and tensors to a file, if the checkpoint is valid.",
     ),
     "allow_nonfinite": flag("--allow-nonfinite", help="NaN and Inf are warnings, not errors."),
     "iteration": EVERY_ITERATION,
@@ -39,10 +40,10 @@ _VERIFY = {
     "as_json": _AS_JSON,
 }  # fmt: skip
 _PREFLIGHT = {
-    "yaml_file": option(Path, "--yaml", help="The job's settings: Bridge's or a Megatron-LM recipe."),
+    "yaml_file": option(Path, "--yaml", help="File with the job's settings: Megatron-Bridge's, or a recipe."),
     "dialect": option(
         DialectName, "--target",
-        help="Program that runs the job. Default: the one that the checkpoint was converted for, else main.",
+        help="Megatron version that runs the job. Default: the one that the checkpoint was converted for, else main.",
     ),
     "verbose": _VERBOSE,
     "as_json": _AS_JSON,
@@ -52,14 +53,15 @@ _PREFLIGHT = {
 def verify(
     checkpoints: Annotated[
         list[str],
-        typer.Argument(metavar="CHECKPOINT...", help="Runs' roots, iteration folders, or torch DCP folders."),
+        typer.Argument(
+            metavar="CHECKPOINT...", help="Runs, iterations, PyTorch DCP folders, or Hugging Face models."
+        ),
     ],
     **given: Any,
 ) -> None:
-    """Check that checkpoints are whole and sound. Exit code 1 when one is not, 4 when one is hostile.
+    """Check that checkpoints are intact. Exit code 0: valid, 1: not valid, 4: hostile, 3: there is no checkpoint.
 
-    Exit code 3 when there is nothing to verify, as where a save was interrupted. Where a tracker names that, or
-    where several are verified, it counts as one that is not whole.
+    Without --content only metadata and file sizes are read, and every pickle: nothing in it is executed.
     """
     from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint, verify_checkpoints
@@ -88,7 +90,7 @@ def verify(
 
 
 def _every_iteration(roots: Sequence[str]) -> list[str]:
-    """The folders of all iterations, past what jobs are still writing."""
+    """The folders of all iterations, without those that jobs are still writing."""
     from ckpt_tools.cli.reports import say_unfinished
     from ckpt_tools.commands.job.iterations import every_iteration
 
@@ -106,12 +108,15 @@ def preflight(
     job: Annotated[
         list[str] | None,
         typer.Argument(
-            help="After --: the job's command line, or only its flags.", metavar="[-- COMMAND...]"
+            help="After --: the command line of the job, or only its flags.", metavar="[-- COMMAND...]"
         ),
     ] = None,
     **given: Any,
 ) -> None:
-    """Check that a Megatron-FSDP job can load a checkpoint, and print its launch command. Exit code 1 when not."""
+    """Check that a training job can load a checkpoint, and print the launch command. Exit code 1: it cannot.
+
+    With a command line after --, check that one.
+    """
     from ckpt_tools.commands.check.preflight import preflight as check
 
     found = check(
@@ -129,7 +134,7 @@ def preflight(
         _print_starts(found.starts)
         _print_launch(f"launch with ({found.program})", found.launch)
         _print_launch(
-            f"a 3D-parallel job without Megatron-FSDP loads it as it is: launch with ({found.program})",
+            f"a 3D-parallel job loads it without conversion: launch with ({found.program})",
             found.as_is,
         )
     raise typer.Exit(0 if found.report.is_valid else 1)
@@ -149,15 +154,15 @@ def _print_launch(title: str, start: Launch | None) -> None:
 
 
 def _print_starts(starts: tuple[Start, ...]) -> None:
-    """How every program starts from the checkpoint, those that do alike in one line."""
-    alike: dict[str, list[str]] = {}
+    """How each loader starts from the checkpoint, those that do the same in one line."""
+    by_way: dict[str, list[str]] = {}
     for start in starts:
-        how = start.how or f"does not start ({', '.join(start.broken)})"
-        alike.setdefault(how, []).append(start.program)
-    if alike:
-        render.tell("started by")
-    for how, programs in alike.items():
-        render.tell(f"  {', '.join(programs)}: {how}")
+        way = _WAYS.get(start.how or "", start.how) or f"cannot load it ({', '.join(start.broken)})"
+        by_way.setdefault(way, []).append(start.program)
+    if by_way:
+        render.tell("can be loaded by")
+    for way, programs in by_way.items():
+        render.tell(f"  {', '.join(programs)}: {way}")
 
 
 def _chosen(given: Given) -> ReportFormat:
@@ -186,7 +191,7 @@ def _print_report(report: Report, command: str, given: Given, more: dict[str, An
 
 
 def _print_text(report: Report, command: str, verbose: bool) -> None:
-    """The verdict, then what was found and what to do about it, then each check if that is asked for."""
+    """The verdict, then findings with what to do, then each check if `verbose`."""
     good, bad = ("valid", "not valid") if command == "verify" else ("ready", "not ready")
     errors = sum(check.errors for check in report.checks)
     answer = good if report.is_valid else f"{bad}: {counted(errors, 'error')}"
@@ -196,7 +201,8 @@ def _print_text(report: Report, command: str, verbose: bool) -> None:
         for line in (verdict, *findings.grouped(wrong)) if wrong else ():
             render.complain(line)
         return
-    for line in (verdict, *findings.grouped(report.findings)):
+    render.tell_verdict(verdict, report.is_valid)
+    for line in findings.grouped(report.findings):
         render.tell(line)
     if verbose:
         rows = [(c.name, c.looked_at, c.unit, c.errors, len(c.findings) - c.errors) for c in report.checks]

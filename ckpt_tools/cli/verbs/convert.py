@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from ckpt_tools.commands.job.report import ConversionReport
     from ckpt_tools.model.choices import CheckpointKind
 
-InputDir = Annotated[str, typer.Argument(help="A run's root or an iteration directory.")]
-OutputDir = Annotated[str, typer.Argument(help="A run's root to make, or one folder named iter_N.")]
+InputDir = Annotated[str, typer.Argument(help="A run, or one of its iterations.")]
 
 
 # What has a meaning for one direction only; a flag without effect is refused.
@@ -35,7 +34,7 @@ MEANING: dict[Format, frozenset[str]] = {
     "hf": _ANY | {"dtype", "tp", "vocab_size", "hf_config", "max_shard_bytes", "check_masters"},
 }
 _ALWAYS = {"input_dir", "output_dir", "to"}
-AS_JSON = flag("--json", panel=t.RUN, help="The report as JSON on stdout.")
+AS_JSON = flag("--json", panel=t.RUN, help="Print the report as JSON.")
 OWN = {
     "iteration": t.ITERATIONS,
     "as_json": AS_JSON,
@@ -43,8 +42,8 @@ OWN = {
 _TO = {
     "to": option(
         Format, "--to", default="fsdp_dtensor",
-        help="Format of the output: torch_dist with the fully_reshardable optimizer layout; dcp, a plain PyTorch "
-             "state dict. Without --to, a plain state dict of a model that is not Megatron's stays one.",
+        help="Format of the output: fsdp_dtensor for Megatron-FSDP, torch_dist for 3D parallelism, dcp for any "
+             "PyTorch program, hf for transformers.",
     )
 }  # fmt: skip
 
@@ -60,15 +59,15 @@ _MAP = {
 def convert(
     ctx: typer.Context,
     input_dir: InputDir,
-    output_dir: OutputDir,
+    output_dir: t.OutputDir,
     *,
     to: Format,
     **given: Any,
 ) -> None:
-    """Convert a checkpoint to another format; the source's own format is detected.
+    """Convert a checkpoint to another format, or for a job of another size.
 
-    Nothing but the two directories has to be given: gating, parameter groups and names are decided from the
-    checkpoint, and a flag that contradicts it is an error. Run it alone, or under torchrun or srun.
+    Two paths are enough: the rest is read from the checkpoint, and an option that contradicts it is an error. Run it
+    alone, or under torchrun or srun.
     """
     _refuse_meaningless(ctx, to)
     given["keep_plain"] = not is_given(ctx, "to")
@@ -103,7 +102,7 @@ def convert_to(to: Format, source: str, output: str, given: dict[str, Any]) -> N
         options,
         run,
         ConversionReport.as_json,
-        print_report,
+        lambda report: print_report(report, given["verbose"]),
         kinds=kinds,
         schema_version=SCHEMA_VERSION,
     )
@@ -140,33 +139,37 @@ def _library(to: Format, given: Given) -> tuple[Any, Any]:
 
 
 def is_given(ctx: typer.Context, name: str) -> bool:
-    """Whether an option stands on the command line."""
+    """Whether an option was typed."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
 
 def _refuse_meaningless(ctx: typer.Context, to: Format) -> None:
-    """Refuse options that would do nothing."""
+    """Refuse options that would do nothing, and name the `--to` that they fit."""
     from ckpt_tools.errors import UsageError
 
-    useless = [
-        p for p in ctx.command.params if p.name not in MEANING[to] | _ALWAYS and is_given(ctx, p.name or "")
-    ]
-    if useless:
-        why = ""
-        if to == "torch_dist" and any(p.name in JOB_SIZES for p in useless):
-            why = ", which loads at any TP, PP and EP, on any number of GPUs: leave it out"
-            sizes = [p for p in ctx.command.params if p.name in JOB_SIZES and is_given(ctx, p.name or "")]
-            if others := [p for p in sizes if p not in useless]:
-                why += f", and {', '.join(p.opts[0] for p in others)} unless a message asks for it"
-        names = ", ".join(p.opts[0] for p in useless)
-        raise UsageError(f"{names}: no meaning for a conversion to {to}{why}")
+    given = {p.name or "": p.opts[0] for p in ctx.command.params if is_given(ctx, p.name or "")}
+    given = {name: spelled for name, spelled in given.items() if name not in _ALWAYS}
+    useless = [name for name in given if name not in MEANING[to]]
+    if not useless:
+        return
+    why = ""
+    fitting = [other for other, names in MEANING.items() if given.keys() <= names]
+    if to == "torch_dist" and not JOB_SIZES.isdisjoint(useless):
+        why = ", which loads at any TP, PP and EP, on any number of GPUs: leave it out"
+        if others := [spelled for name, spelled in given.items() if name in JOB_SIZES - {*useless}]:
+            why += f", and {', '.join(others)} unless a message asks for it"
+    elif fitting and "to" in {p.name for p in ctx.command.params}:
+        why = f"; it has one with {' or '.join(f'--to {other}' for other in fitting)}"
+    raise UsageError(
+        f"{', '.join(given[name] for name in useless)}: no meaning for a conversion to {to}{why}"
+    )
 
 
 def _long_form(to: Format, source: MegatronFormat) -> Callable[..., None]:
     """`convert` with its `--to` fixed and only the options it uses, under its long name."""
 
-    def command(ctx: typer.Context, input_dir: InputDir, output_dir: OutputDir, **given: Any) -> None:
+    def command(ctx: typer.Context, input_dir: InputDir, output_dir: t.OutputDir, **given: Any) -> None:
         _expect(source, input_dir, given["iteration"], to)
         convert(ctx, input_dir, output_dir, to=to, **given)
 

@@ -23,31 +23,32 @@ if TYPE_CHECKING:
 _SHOWN = 20
 _DIFF = {
     "rules": option(
-        Path, "--rules", help="The rule file of the export or import, for a Hugging Face model and a checkpoint."
+        Path, "--rules", help="Rule file of the export or import, if one side is a Hugging Face model."
     ),
     "rtol": option(float, "--rtol", default=0.0, min=0, help="Relative tolerance, of the larger value."),
     "atol": option(float, "--atol", default=0.0, min=0, help="Absolute tolerance."),
-    "ulp": option(int, "--ulp", default=0, min=0, help="Representable numbers two values may be apart."),
+    "ulp": option(int, "--ulp", default=0, min=0, help="Representable numbers that two values may be apart."),
     "nan": option(
         NanPolicy, "--nan",
         help="NaNs are equal by their bits (default), always (default with a tolerance), or never.",
     ),
-    "keys": option(list[str], "--keys", read=v.globs, help="Compare only names that match (glob)."),
+    "keys": option(list[str], "--keys", read=v.globs, help="Compare only names that match this glob."),
     "ignore": option(
-        list[str], "--ignore", read=v.globs, help="Leave out names that match (glob), e.g. 'args.*'."
+        list[str], "--ignore", read=v.globs, help="Leave out names that match this glob, e.g. 'args.*'."
     ),
     "headers": flag(
         "--headers",
-        help="Compare names, shapes and types alone, and say why what one side lacks is absent: no payload is read.",
+        help="Compare names, shapes and types only; no values are read.",
     ),
+    "verbose": flag("--verbose", "-v", help="Print the table of roles even if all is equal."),
     "by": option(
-        DiffBy, "--by", default="auto", help="Names: stored keys, those of fsdp_dtensor, or those of export-hf."
+        DiffBy, "--by", default="auto", help="Names to match: stored keys, those of fsdp_dtensor or of export-hf."
     ),
 }  # fmt: skip
 
 
 def diff(checkpoint_1: Checkpoint, checkpoint_2: Checkpoint, **given: Any) -> None:
-    """Compare two checkpoints, also of different formats, bit by bit. Exit code 1 when they differ."""
+    """Compare two checkpoints bit by bit, also of different formats. Exit code 1: they differ."""
     from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.commands.check.diff import diff_checkpoints
     from ckpt_tools.commands.check.sides import DiffRequest
@@ -67,42 +68,45 @@ def diff(checkpoint_1: Checkpoint, checkpoint_2: Checkpoint, **given: Any) -> No
     if given["as_json"]:
         sys.stdout.writelines(render.json_lines(_diff_head(report), _diff_lists(report)))
     else:
-        _print_diff(report)
+        _print_diff(report, given["verbose"])
     raise typer.Exit(0 if report.is_equal else 1)
 
 
-def _print_diff(report: DiffReport) -> None:
+def _print_diff(report: DiffReport, verbose: bool) -> None:
+    """The verdict, then what differs, then the table of roles: if something differs or `verbose`."""
     from ckpt_tools.verify.compare.differences import summarize
 
-    columns = ("tensors", "compared", "equal", "different", "only in A", "only in B", "different elements",
-               "largest |a-b|", "relative", "ULP")  # fmt: skip
-    rows = [
-        (s.role, s.tensors, s.equal, s.different, s.only_a, s.only_b, s.different_elements,
-         f"{s.max_abs:.6g}", f"{s.max_rel:.6g}", s.max_ulp)
-        for s in summarize(report.tensors)
-    ]  # fmt: skip
-    render.print_table(columns, rows)
     unequal = [tensor for tensor in report.tensors if tensor.kind != "equal"]
-    unequal.sort(key=lambda tensor: (tensor.kind == "values", -tensor.found.max_abs))
-    count = Counter(tensor.name for tensor in report.tensors)
-    _print_tensors([replace(t, name=f"{t.name} ({t.role})") if count[t.name] > 1 else t for t in unequal])
     values = [f"{v.name}: {_side(v.a)} -> {_side(v.b)}" for v in report.values]
-    render.tell_first(values, _SHOWN, what="more values")
-    for note in report.notes:
-        render.tell(f"note: {render.escape(note)}")
-    entries = "entries of objects"  # `args.tp_size` is one of `args`
-    verdict = (
-        "equal" if report.is_equal else f"different: {len(unequal):,} tensors, {len(values):,} {entries}"
+    # `args.tp_size` is an entry of the object `args`
+    counts = ", ".join(
+        f"{n:,} {what}" for n, what in ((len(unequal), "tensors"), (len(values), "entries of objects")) if n
     )
     tensors = f"{len(report.tensors):,} tensors"
     what = (
         f"the headers of {tensors}" if report.headers else f"{tensors} and {report.values_compared:,} objects"
     )
-    render.tell(f"compared {what} by {report.by}: {verdict}")
+    verdict = "equal" if report.is_equal else f"different: {counts}"
+    render.tell_verdict(f"{verdict} (compared {what} by {report.by})", report.is_equal)
+    unequal.sort(key=lambda tensor: (tensor.kind == "values", -tensor.found.max_abs))
+    count = Counter(tensor.name for tensor in report.tensors)
+    _print_tensors([replace(t, name=f"{t.name} ({t.role})") if count[t.name] > 1 else t for t in unequal])
+    render.tell_first(values, _SHOWN, what="more values")
+    for note in report.notes:
+        render.tell(f"note: {render.escape(note)}")
+    if unequal or verbose:
+        columns = ("tensors", "compared", "equal", "different", "only in A", "only in B", "different elements",
+                   "largest |a-b|", "relative", "ULP")  # fmt: skip
+        rows = [
+            (s.role, s.tensors, s.equal, s.different, s.only_a, s.only_b, s.different_elements,
+             f"{s.max_abs:.6g}", f"{s.max_rel:.6g}", s.max_ulp)
+            for s in summarize(report.tensors)
+        ]  # fmt: skip
+        render.print_table(columns, rows)
 
 
 def _print_tensors(unequal: list[TensorDiff]) -> None:
-    """What cannot be compared in a line each, then the largest differences in columns."""
+    """A line for each tensor that cannot be compared, then the largest differences in columns."""
     shown = unequal[:_SHOWN]
     for tensor in shown:
         if tensor.kind != "values":

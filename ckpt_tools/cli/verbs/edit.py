@@ -11,7 +11,7 @@ import typer
 from ckpt_tools.cli import options as v
 from ckpt_tools.cli import render
 from ckpt_tools.cli.options import flag, option
-from ckpt_tools.cli.reports import masters_text, print_report, print_rewritten
+from ckpt_tools.cli.reports import masters_text, print_edited, print_lines, print_report
 from ckpt_tools.cli.table import (
     FRESH,
     FRESH_OPTIMIZER,
@@ -25,7 +25,7 @@ from ckpt_tools.cli.table import (
     with_options,
 )
 from ckpt_tools.cli.writing import carry_out
-from ckpt_tools.human import human_bytes
+from ckpt_tools.human import counted, human_bytes
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.edit.average import Averaged
@@ -49,24 +49,23 @@ _SLICE = {
 _STRIP = {
     "iteration": ITERATIONS,
     "dtype": option(
-        str, "--dtype", help="Element type of the weights, which fsdp_dtensor stores as fp32 masters."
+        str, "--dtype", help="Element type of the weights (fsdp_dtensor stores fp32 masters)."
     ),
     "fresh_optimizer": option(
         bool, "--fresh-optimizer/--no-fresh-optimizer", default=False, panel=FRESH,
-        help="Give an fsdp_dtensor checkpoint an optimizer that has not begun (zero moments, step 0), so that a "
-             "strict load starts from its weights.",
+        help="Give an fsdp_dtensor checkpoint a fresh optimizer (zero moments, step 0), which core 0.18 and "
+             "later need.",
     ),
 }  # fmt: skip
 _AVERAGE = {
     "weights": option(
         str, "--weights", read=v.shares,
-        help="Shares in order, e.g. 0.5,0.3,0.2; they are divided by their sum: 2,1,1 means 0.5,0.25,0.25. "
-             "Default: equal."
-
+        help="Shares in order, e.g. 0.5,0.3,0.2; they are divided by their sum. Default: equal.",
     ),
     "ema": option(
         float, "--ema", help="Exponential moving average in order, with this decay, e.g. 0.9."
     ),
+    "last": option(int, "--last", min=1, help="Average the last N iterations of one run."),
 }  # fmt: skip
 _COPY = {
     "read_back": flag("--read-back", help="Read the copy once more and compare it with the source."),
@@ -75,7 +74,10 @@ _COPY = {
 
 
 def modify_state_dict(input_dir: Checkpoint, output_dir: OutputDir, **given: Any) -> None:
-    """Copy a checkpoint without some keys or with other names. Removals first; the first rename that fits wins."""
+    """Copy a checkpoint without some keys, or with other names.
+
+    Keys are removed first; of several renames the first that matches is used.
+    """
     from ckpt_tools.commands.edit.modify import modify_state_dict as modify
     from ckpt_tools.commands.job.conversion import EditOptions
 
@@ -86,12 +88,12 @@ def modify_state_dict(input_dir: Checkpoint, output_dir: OutputDir, **given: Any
         fill(EditOptions, given),
         lambda options, progress: modify(input_dir, output_dir, given["op"], options, progress),
         _edited_json,
-        _print_edited,
+        lambda done: _print_changed(done, given["verbose"]),
     )
 
 
 def slice_layers(input_dir: Checkpoint, output_dir: OutputDir, **given: Any) -> None:
-    """Copy a few layers of a checkpoint as a small, whole checkpoint, for tests and CI."""
+    """Copy a few layers as a small checkpoint that loads, for tests, CI and bug reports."""
     from ckpt_tools.commands.edit.slice import slice_layers as cut
     from ckpt_tools.commands.job.conversion import EditOptions
 
@@ -103,7 +105,7 @@ def slice_layers(input_dir: Checkpoint, output_dir: OutputDir, **given: Any) -> 
         fill(EditOptions, given),
         lambda options, progress: cut(input_dir, output_dir, layers, block, options, progress),
         _edited_json,
-        _print_edited,
+        lambda done: _print_changed(done, given["verbose"]),
     )
 
 
@@ -114,19 +116,27 @@ def _edited_json(done: ConversionReport) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _print_edited(done: ConversionReport) -> None:
-    lines = [f"removed {key}" for key in done.edits.removed]
-    lines += [f"renamed {key} -> {name}" for key, name in done.edits.renamed.items()]
-    render.tell_first(lines, _SHOWN)
-    print_rewritten(done)
+def _print_changed(done: ConversionReport, verbose: bool) -> None:
+    edits = done.edits
+    counts = [(len(edits.removed), "removed"), (len(edits.renamed), "renamed")]
+    lines = [f"{what:<9} {counted(n, 'key')}" for n, what in counts if n]
+    details = [f"removed {key}" for key in edits.removed]
+    details += [f"renamed {key} -> {name}" for key, name in edits.renamed.items()]
+    print_edited(done, lines, _few(details), verbose)
+
+
+def _few(lines: list[str]) -> list[str]:
+    """The first of many lines."""
+    more = len(lines) - _SHOWN
+    return [*lines[:_SHOWN], *([f"... and {more:,} more (--json lists all)"] if more > 0 else [])]
 
 
 def strip(
-    input_dir: Annotated[str, typer.Argument(help="A run's root or an iteration folder.")],
+    input_dir: Annotated[str, typer.Argument(help="A run, or one of its iterations.")],
     output_dir: OutputDir,
     **given: Any,
 ) -> None:
-    """Copy the weights of a checkpoint: without optimizer, scheduler and random number states."""
+    """Copy the weights of a checkpoint, without optimizer, scheduler and random states."""
     from ckpt_tools.commands.edit.strip import strip_checkpoint
     from ckpt_tools.commands.job.conversion import EditOptions
     from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh
@@ -144,7 +154,7 @@ def strip(
             input_dir, output_dir, given["dtype"], options, progress, fresh, given["check_masters"]
         ),
         lambda done: _stripped_json(done, given["dtype"]),
-        lambda done: _print_stripped(done, given["dtype"]),
+        lambda done: _print_stripped(done, given["dtype"], given["verbose"]),
     )
 
 
@@ -162,32 +172,38 @@ def _stripped_json(done: ConversionReport, dtype: str | None) -> dict[str, objec
     }
 
 
-def _print_stripped(done: ConversionReport, dtype: str | None) -> None:
-    edits = done.edits
+def _print_stripped(done: ConversionReport, dtype: str | None, verbose: bool) -> None:
+    edits, lines = done.edits, list[str]()
     if edits.removed or not done.notes:
-        render.tell(
-            f"left out {len(edits.removed):,} keys and entries of optimizer, scheduler and random number states"
-        )
+        lines.append(f"{'left out':<9} {len(edits.removed):,} keys of optimizer, scheduler and random states")
     if edits.cast:
         rounded = (
             "" if done.written is None else f", which rounded {done.written.rounded_elements:,} elements"
         )
-        render.tell(f"cast {len(edits.cast):,} tensors to {dtype}{rounded}")
-    print_rewritten(done)
-    for note in done.notes:
-        render.tell(f"note: {render.escape(note)}")
+        lines.append(f"{'cast':<9} {len(edits.cast):,} tensors to {dtype}{rounded}")
+    print_edited(done, lines, _few([f"left out {key}" for key in edits.removed]), verbose)
 
 
 def average(
     input_dirs: Annotated[
-        list[str], typer.Argument(help="Two or more checkpoints of one model, all of one kind.")
+        list[str], typer.Argument(help="Checkpoints of one model and format; or one run, with --last.")
     ],
-    output_dir: Annotated[str, typer.Argument(help="Like the last: a root for a root, else one folder.")],
+    output_dir: Annotated[str, typer.Argument(help="The run to make; if named iter_N, that folder alone.")],
     **given: Any,
 ) -> None:
-    """Weighted mean of checkpoints: of masters where there are any, else of weights; all else is the last's."""
-    from ckpt_tools.commands.edit.average import AverageOptions, average_checkpoints
+    """Weighted mean of checkpoints, or of the last iterations of a run (--last N).
 
+    The fp32 masters are averaged, if there are any, and the weights are these, rounded. Optimizer states and
+    everything else come from the last checkpoint.
+    """
+    from ckpt_tools.commands.edit.average import AverageOptions, average_checkpoints
+    from ckpt_tools.commands.job.iterations import last_iterations
+    from ckpt_tools.errors import UsageError
+
+    if given["last"] is not None:
+        if len(input_dirs) > 1 or given["iteration"] is not None:
+            raise UsageError("--last N takes one run and its last N iterations: `average RUN OUT --last 3`")
+        input_dirs = last_iterations(input_dirs[0], given["last"])
     carry_out(
         input_dirs[-1],
         output_dir,
@@ -195,7 +211,7 @@ def average(
         fill(AverageOptions, given),
         lambda options, progress: average_checkpoints(input_dirs, output_dir, options, progress),
         _averaged_json,
-        _print_averaged,
+        lambda done: _print_averaged(done, given["verbose"]),
     )
 
 
@@ -213,29 +229,31 @@ def _averaged_json(done: Averaged) -> dict[str, object]:
     }
 
 
-def _print_averaged(done: Averaged) -> None:
-    for share, source in zip(done.weights, done.sources, strict=True):
-        render.tell(render.escape(f"{share:.6g} of {source}"))
+def _print_averaged(done: Averaged, verbose: bool) -> None:
+    lines = [f"{'mean':<9} {len(done.averaged):,} tensors of {len(done.sources)} checkpoints"]
+    if done.rounded:
+        lines[0] += f"; {len(done.rounded):,} weights are the mean of their masters, rounded"
+    shares = ", ".join(f"{share:.6g}" for share in done.weights)
     if done.given is not None and abs(fsum(done.given) - 1) > _ROUNDED:
-        shares = ", ".join(f"{share:.6g}" for share in done.given)
-        render.tell(f"--weights {shares} were divided by their sum, {fsum(done.given):.6g}")
-    render.tell(
-        f"averaged {len(done.averaged):,} tensors; {len(done.rounded):,} weights are their masters' mean, rounded"
-    )
-    render.tell(f"masters of the last source: {masters_text(done.report.masters)}")
-    render.tell_first([f"not averaged, taken from the last: {key}" for key in done.kept], _SHOWN)
-    print_rewritten(done.report)
+        shares += f" (--weights divided by their sum, {fsum(done.given):.6g})"
+    lines += [
+        f"{'shares':<9} {shares}",
+        f"{'masters':<9} of the last source: {masters_text(done.report.masters)}",
+    ]
+    details = [f"{share:.6g} of {source}" for share, source in zip(done.weights, done.sources, strict=True)]
+    details += _few([f"not averaged, taken from the last: {key}" for key in done.kept])
+    print_edited(done.report, lines, details, verbose)
 
 
 def repair(
-    input_dir: Annotated[str, typer.Argument(help="A run's root or an iteration folder; it stays as it is.")],
+    input_dir: Annotated[str, typer.Argument(help="A run, or one of its iterations.")],
     output_dir: OutputDir,
     **given: Any,
 ) -> None:
-    """Correct keys that an upstream program got wrong in fsdp_dtensor, where the checkpoint proves what is right.
+    """Correct keys of fsdp_dtensor that another program wrote wrong, if the checkpoint proves what is right.
 
-    fp32 masters next to the weights, group fields under wrong names, layers under the numbers of a pipeline stage.
-    No weight and no master is changed. Exit code 1 when no key is to be corrected; then no output is made.
+    These are: fp32 masters next to the weights, group fields under wrong names, layers numbered within their pipeline
+    stage. No weight and no master is changed. Exit code 1, without output: there is nothing to correct.
     """
     from ckpt_tools.commands.edit.repair import repair_checkpoint
     from ckpt_tools.commands.job.conversion import EditOptions
@@ -247,7 +265,7 @@ def repair(
         fill(EditOptions, given),
         lambda options, progress: repair_checkpoint(input_dir, output_dir, options, progress),
         _repaired_json,
-        _print_repaired,
+        lambda done: _print_repaired(done, given["verbose"]),
     )
     raise typer.Exit(0 if done.changes else 1)
 
@@ -269,27 +287,30 @@ def _repaired_json(done: Repaired) -> dict[str, object]:
     }
 
 
-def _print_repaired(done: Repaired) -> None:
-    for change in done.changes:
-        issue = f" ({change.issue})" if change.issue else ""
-        render.tell(f"{change.cause}{issue}: {len(change.keys):,} entries")
-        render.tell_first(change.keys, 3, "  ")
-        render.tell(f"  proof: {change.proof}")
+def _print_repaired(done: Repaired, verbose: bool) -> None:
     if done.report is None:
         render.tell(
             f"{render.escape(done.source)}: repair knows no fault of these keys. Nothing was written. Values were "
             "not read: `verify --content` checks them"
         )
-    else:
-        print_rewritten(done.report)
+        return
+    lines = list[str]()
+    for change in done.changes:
+        issue = f" ({change.issue})" if change.issue else ""
+        lines += [
+            f"{'corrected':<9} {change.cause}{issue}: {len(change.keys):,} entries",
+            f"{'proof':<9} {change.proof}",
+        ]
+    details = [line for change in done.changes for line in _few([f"corrected {key}" for key in change.keys])]
+    print_edited(done.report, lines, details, verbose)
 
 
 def copy(
-    input_dir: Annotated[str, typer.Argument(help="A run's root or one checkpoint: a folder or a URL.")],
-    output_dir: Annotated[str, typer.Argument(help="A root for a root, else one folder; a folder or a URL.")],
+    input_dir: Annotated[str, typer.Argument(help="A run, or one checkpoint: a folder or a URL.")],
+    output_dir: Annotated[str, typer.Argument(help="The copy: a folder or a URL.")],
     **given: Any,
 ) -> None:
-    """Copy checkpoints between folders and object stores: every payload proven, all or nothing, resumable."""
+    """Copy checkpoints between folders and object stores, and check them on the way. All or nothing, resumable."""
     from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.cli.reports import say_unfinished
     from ckpt_tools.commands.edit.copy import CopyOptions, copy_checkpoint
@@ -301,7 +322,7 @@ def copy(
     )
     with progress_bar(given["quiet"]) as progress:
         done = copy_checkpoint(input_dir, output_dir, options, progress)
-    print(render.json_text(done.as_json())) if given["as_json"] else _print_copies(done)
+    print(render.json_text(done.as_json())) if given["as_json"] else _print_copies(done, given["verbose"])
     for iteration in done.not_finished:
         say_unfinished(iteration)
     for number, error in done.failed:
@@ -309,53 +330,53 @@ def copy(
     raise typer.Exit(max((error.exit_code for _, error in done.failed), default=0))
 
 
-def _print_copies(done: CopyReport) -> None:
-    for one in done.copied:
-        _print_copied(one)
+def _print_copies(done: CopyReport, verbose: bool) -> None:
+    for copied in done.copied:
+        _print_copied(copied, verbose)
     if done.already_there:
         render.tell(f"already there: {', '.join(map(str, done.already_there))}")
 
 
-def _print_copied(one: Copied) -> None:
-    written = one.written
-    done = "would copy" if written is None else "compared" if written.was_there else "copied"
-    render.tell(render.escape(f"{done} {one.source} -> {one.output}"))
-    size = f"  {one.files:,} files, {human_bytes(one.nbytes)}"
+def _print_copied(copied: Copied, verbose: bool) -> None:
+    written = copied.written
+    size = f"{copied.files:,} files, {human_bytes(copied.nbytes)}"
+    lines = list[str]()
     if written is None:
-        render.tell(size)
+        verb = "would copy"
     else:
-        render.tell(
-            f"{size} in {written.seconds:.2f} s"
-            f"{', all of it there already: nothing was copied' if written.was_there else ''}"
-            f"{', read back and compared' if one.read_back else ''}"
-        )
-        if written.replaced:
-            render.tell(f"  replaced {written.replaced}")
+        verb = "compared, it was complete already:" if written.was_there else "copied"
+        size += f" in {written.seconds:.2f} s"
         if written.check_source == "none":
-            render.tell(
-                "  no payload was compared with the checksum that its writer stored (--check-source none)"
+            lines.append(
+                "no payload was compared with the checksum that its writer stored (--check-source none)"
             )
         else:
-            without = f"; {one.without_checksum:,} carry none" if one.without_checksum else ""
-            render.tell(f"  {one.proven:,} payloads have the checksum that their writer stored{without}")
-    if one.left_out:
-        listed = ", ".join(map(render.escape, one.left_out[:5]))
-        more = f", and {len(one.left_out) - 5:,} more" if len(one.left_out) > 5 else ""
-        render.tell(f"  not copied, in inner folders or not a file: {listed}{more}")
+            without = f"; {copied.without_checksum:,} have none" if copied.without_checksum else ""
+            lines.append(f"{copied.proven:,} payloads have the checksum that their writer stored{without}")
+        if copied.read_back:
+            lines.append("the copy was read back and is equal")
+        if written.replaced:
+            lines.append(f"replaced {written.replaced}")
+    if copied.left_out:
+        listed = ", ".join(copied.left_out[:5])
+        more = f", and {len(copied.left_out) - 5:,} more" if len(copied.left_out) > 5 else ""
+        lines.append(f"not copied, in inner folders or not a file: {listed}{more}")
+    verdict = f"{verb} {copied.source} -> {copied.output}: {size}"
+    print_lines(verdict, [f"  {line}" for line in lines], [], [], verbose)
 
 
 def merge_adapter(
     input_dirs: Annotated[
         list[str], typer.Argument(help="Base and adapter; or one checkpoint that holds both (wrapped).")
     ],
-    output_dir: Annotated[str, typer.Argument(help="Like the base: a root for a root, else one folder.")],
+    output_dir: Annotated[str, typer.Argument(help="The run to make; if named iter_N, that folder alone.")],
     **given: Any,
 ) -> None:
     """Merge a low-rank adapter (LoRA) into its base: W + alpha / rank * B A, rounded once.
 
-    A Megatron adapter (Megatron-Bridge, NeMo 2) goes into a torch_dist or fsdp_dtensor checkpoint, into the fp32
-    masters where there are any. The output has weights only, in the format of the base. DoRA and other variants are
-    refused by name. import-hf --adapter merges a PEFT directory.
+    Adapters of Megatron-Bridge and NeMo 2 are merged into torch_dist and fsdp_dtensor checkpoints, into the fp32
+    masters if there are any. The output has weights only. DoRA and other variants are refused. For a PEFT folder use
+    `import-hf --adapter`.
     """
     from ckpt_tools.commands.adapters.merge_adapter import MergeOptions
     from ckpt_tools.commands.adapters.merge_adapter import merge_adapter as merge
@@ -374,7 +395,7 @@ def merge_adapter(
         fill(MergeOptions, given, adapter=adapter),
         lambda options, progress: merge(base, adapter, output_dir, options, progress, given["dry_run"]),
         ConversionReport.as_json,
-        print_report,
+        lambda report: print_report(report, given["verbose"]),
     )
 
 

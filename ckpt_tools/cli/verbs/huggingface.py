@@ -12,7 +12,7 @@ from ckpt_tools.cli import table as t
 from ckpt_tools.cli.job_sizes import JOB_SIZES, layout_of
 from ckpt_tools.cli.options import flag, option
 from ckpt_tools.cli.table import fill, with_options
-from ckpt_tools.cli.verbs.convert import AS_JSON, convert_to
+from ckpt_tools.cli.verbs.convert import AS_JSON, convert_to, is_given
 from ckpt_tools.cli.writing import carry_out
 from ckpt_tools.model.choices import MegatronFormat, Quantization, TowerName
 
@@ -20,15 +20,15 @@ from ckpt_tools.model.choices import MegatronFormat, Quantization, TowerName
 _EXPORTED = {
     "hf_config": option(
         Path, "--hf-config", read=v.model_folder, panel=t.MODEL,
-        help="Directory of the original model: supplies tokenizer and settings that the checkpoint cannot tell, and "
-             "is checked against it.",
+        help="Folder of the original model: tokenizer and settings come from it, and it is compared with the "
+             "checkpoint.",
     ),
     "dtype": option(
         str, "--dtype", panel=t.MODEL,
         help="Element type of the weights. Default: the model's own; float32 takes the optimizer's masters.",
     ),
     "vocab_size": option(
-        int, "--vocab-size", max=v.MAX_ROWS, panel=t.MODEL, help="Real tokens; the rows after them are cut."
+        int, "--vocab-size", max=v.MAX_ROWS, panel=t.MODEL, help="Number of real tokens; the rows after them are cut."
     ),
     "tp": option(
         int, "--tp", panel=t.MODEL,
@@ -36,42 +36,45 @@ _EXPORTED = {
     ),
     "quantize": option(
         Quantization, "--quantize", panel=t.MODEL,
-        help="Write linears as E4M3 codes with a scale for every 128 x 128 block, as DeepSeek-V3 is published. "
+        help="Write linear weights in FP8 (E4M3) with a scale for each 128 x 128 block, like DeepSeek-V3. "
              "--hf-config may ask for ue8m0 scales.",
     ),
     "tower": option(
         TowerName, "--tower", panel=t.MODEL,
-        help="Of a checkpoint of a whole vision-language model, write this part as a separate model. One of a "
-             "language model alone is put back into the model in --hf-config, the other parts as they are there.",
+        help="Write this part of a vision-language model as a separate model. A language model alone is put "
+             "back into the model in --hf-config.",
     ),
     "peft": flag(
         "--peft", panel=t.MODEL,
-        help="Write the checkpoint's adapter (LoRA), not its model; --hf-config names the base.",
+        help="Write the adapter (LoRA), not the model; --hf-config names the base.",
     ),
     "iteration": t.ITERATIONS,
     "as_json": AS_JSON,
 }  # fmt: skip
 _IMPORTED = {
-    "to": option(MegatronFormat, "--to", default="torch_dist", help="Format of the output."),
+    "to": option(
+        MegatronFormat, "--to",
+        help="Format of the output: torch_dist for 3D parallelism, fsdp_dtensor for Megatron-FSDP. Default: the "
+             "one that the other options fit (--lr and --gpus: fsdp_dtensor), else torch_dist.",
+    ),
     "dtype": option(
         str, "--dtype", panel=t.MODEL, help="Element type of the weights. Default: the model's own."
     ),
     "adapter": option(
-        str, "--adapter", panel=t.MODEL, help="PEFT directory (LoRA) to merge into the model."
+        str, "--adapter", panel=t.MODEL, help="PEFT folder (LoRA) to merge into the model."
     ),
     "tower": option(
         TowerName, "--tower", panel=t.MODEL,
-        help="Import this part of a vision-language model alone; the report names what is left out.",
+        help="Import this part of a vision-language model alone.",
     ),
     "vocab_size_padded": option(
         int, "--vocab-size-padded", max=v.MAX_ROWS, panel=t.MODEL,
-        help="Rows of the vocabulary in the target: zeros are added. Default: a multiple of 128 times --tp, as "
-             "Megatron pads it.",
+        help="Rows of the vocabulary in the output: zeros are added. Default: a multiple of 128 times --tp, like "
+             "Megatron.",
     ),
     "fresh_optimizer": option(
         bool, "--fresh-optimizer/--no-fresh-optimizer", panel=t.FRESH,
-        help="With --to fsdp_dtensor: a fresh optimizer. Default: for Megatron-FSDP v1 of core-0.19 "
-             "and main, which starts from nothing else.",
+        help="With --to fsdp_dtensor: a fresh optimizer. Default: yes for core-0.18 to main, which need one.",
     ),
     "iteration": option(
         str, "--iteration", metavar="NUMBER", read=v.one_iteration,
@@ -80,54 +83,53 @@ _IMPORTED = {
     "as_json": AS_JSON,
 }  # fmt: skip
 
+_OF_FSDP = t.FRESH_OPTIMIZER | {"gpus", "dp_shard", "layout", "world_size"}  # have no meaning for torch_dist
+
 
 def export(
-    input_dir: Annotated[str, typer.Argument(help="A torch_dist, fsdp_dtensor or PyTorch (DCP) checkpoint.")],
-    output_dir: Annotated[str, typer.Argument(help="The Hugging Face directory to make.")],
+    input_dir: Annotated[str, typer.Argument(help="A run, one of its iterations, or a PyTorch DCP folder.")],
+    output_dir: Annotated[str, typer.Argument(help="The folder to make.")],
     **given: Any,
 ) -> None:
-    """Export a checkpoint to Hugging Face: safetensors, index, config.json, without a model in memory.
+    """Write a Hugging Face model: safetensors, index and config.json.
 
-    A setting that changes what the model computes and that config.json cannot say is refused by its name (exit 5);
-    one that this version does not know is named in the report.
+    A setting that changes what the model computes and that config.json cannot express is an error (exit code 5).
 
-    Of a checkpoint of Megatron-Bridge's that holds a vision-language model all towers are written; --hf-config has
-    the config.json, and is compared with the settings of the towers that the run records. A run of `import-hf`
-    records the whole config.json and needs no other, but for the tokenizer.
+    --hf-config names the folder of the original model: its tokenizer is copied, and its config.json is compared with
+    the checkpoint. A vision-language model of Megatron-Bridge needs it; a run of `import-hf` does not.
 
-    A PyTorch (DCP) checkpoint whose tensors have Hugging Face names already, as FSDP2 jobs save it, is written as it
-    is stored: its names and shapes must be exactly those of the model that config.json in --hf-config describes.
-
-    With --peft the adapter (LoRA) that a checkpoint holds becomes a PEFT directory, by the names of its base.
+    A PyTorch DCP checkpoint with Hugging Face names (FSDP2 jobs) keeps them: names and shapes must be exactly those
+    of the model in --hf-config. With --peft the adapter (LoRA) of a checkpoint becomes a PEFT folder.
     """
     convert_to("hf", input_dir, output_dir, given)
 
 
 def import_(
-    input_dir: Annotated[str, typer.Argument(help="A Hugging Face model directory with safetensors.")],
-    output_dir: Annotated[str, typer.Argument(help="The run's root to make, with its tracker.")],
+    ctx: typer.Context,
+    input_dir: Annotated[str, typer.Argument(help="Folder of a Hugging Face model with safetensors.")],
+    output_dir: Annotated[str, typer.Argument(help="The run to make.")],
     **given: Any,
 ) -> None:
-    """Import a Hugging Face model: weights only, for `--finetune` or `--no-load-optim --no-load-rng`.
+    """Make a Megatron checkpoint of a Hugging Face model.
 
-    Megatron-FSDP of core 0.18 and later starts from a checkpoint with an optimizer only: --fresh-optimizer makes one
-    that has not begun, of --lr, --min-lr and --weight-decay.
+    For 3D parallelism it has weights only: start with --finetune. For Megatron-FSDP of core 0.18 and later it needs a
+    fresh optimizer too: give --lr, --min-lr and --weight-decay.
 
-    A field of config.json that changes what the model computes and that Megatron cannot be told is refused by its
-    name (exit 5); one that this version does not know is named in the report.
+    A field of config.json that changes what the model computes and that Megatron does not have is an error (exit
+    code 5). Quantized models (block FP8, MXFP4, compressed-tensors FP8 and INT4) are dequantized as transformers
+    does it, bit for bit.
 
-    Quantized models are dequantized as they are read, bit for bit as transformers does it: block FP8 (DeepSeek),
-    MXFP4 (GPT-OSS), compressed-tensors FP8 and INT4 (pack-quantized).
-
-    A vision-language model (Qwen2.5-VL, Qwen3-VL, Gemma 3, Mistral 3) becomes one of Megatron-Bridge's, with all its
-    towers, for that program alone. --tower language imports the language model alone (Qwen2-VL too), and
-    `export-hf --tower language` puts it back.
+    A vision-language model (Qwen2.5-VL, Qwen3-VL, Gemma 3, Mistral 3) becomes one of Megatron-Bridge; --tower
+    language imports its language model alone, and `export-hf --tower language` puts it back.
     """
     from ckpt_tools.cli.reports import print_report
     from ckpt_tools.commands.huggingface.import_hf import ImportOptions, import_hf
     from ckpt_tools.commands.job.report import ConversionReport
     from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 
+    given["to"] = given["to"] or (
+        "fsdp_dtensor" if any(is_given(ctx, name) for name in _OF_FSDP) else "torch_dist"
+    )
     named = {name: given[name] for name in ("dialect", "experts", "tp", *t.FRESH_OPTIMIZER)}
     carry_out(
         input_dir,
@@ -136,7 +138,7 @@ def import_(
         fill(ImportOptions, given, fsdp=fill(TargetOptions, named), layout=layout_of(given)),
         lambda options, progress: import_hf(input_dir, output_dir, options, progress, given["dry_run"]),
         ConversionReport.as_json,
-        print_report,
+        lambda report: print_report(report, given["verbose"]),
     )
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from itertools import islice
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,34 +28,38 @@ _INSPECT = {
     "by": option(
         list[InspectBy],
         "--by",
-        help="Tensors, elements and bytes by this instead of the listing, repeatable.",
+        help="Instead of the listing: tensors, elements and bytes by this (repeatable).",
     ),
     "tree": flag("--tree", help="List keys as a tree."),
     "html": option(
-        Path, "--html", callback=v.in_a_folder, help="Write a page: the tree, a search, chunks over ranks."
+        Path, "--html", callback=v.in_a_folder, help="Write an HTML page: tree, search, chunks of each rank."
     ),
     "list_group_meta": flag(
         "--not-ignore-param-to-group-meta",
-        help="List the param_to_group_meta objects, not only their number.",
+        help="List the param_to_group_meta objects too.",
     ),
 }
+_FIRST = 6  # values of a summary
 _DCP_JSON = {
     "values": flag("--values", help="Add the values of small objects and scalars."),
     "output": option(
-        Path, "-o", "--output", callback=v.in_a_folder, help="Write there instead of to stdout."
+        Path, "-o", "--output", callback=v.in_a_folder, help="File to write. Default: stdout."
     ),
     "no_write": flag(
         "--no-write", help="Do not write param_to_param_group_map.json into a map dump's folder."
     ),
 }  # fmt: skip
 _PRINT = {
-    "part": option(str, "--slice", help="A part, as numpy writes it: '0:2, :, 3'."),
-    "stats": flag("--stats", help="Minimum, maximum, mean, NaN and Inf counts."),
+    "part": option(str, "--slice", help="Print the values of a part, as numpy writes it: '0:2, :, 3'."),
+    "role": option(
+        str, "--role", help="Of a parameter: weight, master, exp_avg ... Default: master, else weight."
+    ),
+    "stats": flag("--stats", help="With --slice or --json: minimum, maximum, mean, NaN and Inf too."),
 }
 
 
 def inspect(checkpoint: Checkpoint, **given: Any) -> None:
-    """Show what a checkpoint is and what it holds, from its metadata alone."""
+    """Show what a checkpoint is and what it holds. Only metadata is read."""
     from ckpt_tools.commands.look.inspect import inspect_checkpoint
 
     keys = given["keys"]
@@ -101,11 +108,11 @@ def inspect(checkpoint: Checkpoint, **given: Any) -> None:
 
 def print_torch_dcp_in_json(
     torch_dcp_dir: Annotated[
-        str, typer.Argument(help="A folder with a .metadata: an iteration, not a run's root.")
+        str, typer.Argument(help="A folder with a .metadata file: an iteration, not a run.")
     ],
     **given: Any,
 ) -> None:
-    """Print the metadata of a torch distributed checkpoint as JSON; export a parameter group map dump."""
+    """Print the metadata of a PyTorch DCP folder as JSON; of a dump of parameter groups, write its map file."""
     from ckpt_tools.commands.look.dcp_json import dcp_as_json, write_group_map
 
     trust_pickle = given["trust_pickle"]
@@ -155,12 +162,12 @@ def _print_listing(found: Inspection) -> None:
 
 
 def ls(
-    run: Annotated[str, typer.Argument(help="A run's root, one checkpoint, or a folder of runs.")],
+    run: Annotated[str, typer.Argument(help="A run, one checkpoint, or a folder of runs.")],
     **given: Any,
 ) -> None:
-    """List the iterations of a run: whole or not, size, format, and the topology that they were written for.
+    """List the iterations of a run: complete or not, size, format, parallel sizes; or the runs in a folder.
 
-    Of a folder with several runs, list the runs. What is damaged is named, with exit code 0: `verify` judges.
+    Only metadata is read, and the exit code is 0 for damaged ones too: `verify` checks them.
     """
     from ckpt_tools.commands.look.ls import list_run
 
@@ -187,7 +194,7 @@ def _print_iterations(found: RunListing) -> None:
     render.print_table(("iteration", "state", "size", "format", "topology"), rows)
     if found.latest:
         how = (
-            "that is whole, of"
+            "complete one in"
             if any(layout.loaded for layout in layouts_of(found.latest))
             else "by the tracker of"
         )
@@ -201,7 +208,7 @@ def _print_iterations(found: RunListing) -> None:
         largest = sorted(found.others.items(), key=lambda pair: -pair[1])
         listed = ", ".join(f"{render.escape(name)} {human_bytes(n)}" for name, n in largest[:5])
         more = f", and {len(largest) - 5:,} more" if len(largest) > 5 else ""
-        render.tell(f"beside them: {listed}{more}")
+        render.tell(f"other files: {listed}{more}")
 
 
 def _print_runs(found: RunListing) -> None:
@@ -214,29 +221,52 @@ def _print_runs(found: RunListing) -> None:
 
 def print_tensor(
     checkpoint: Checkpoint,
-    key: Annotated[str, typer.Argument(help="A stored key; `inspect` lists them.")],
+    key: Annotated[
+        str, typer.Argument(help="A stored key (`inspect` lists them), or the name of a parameter.")
+    ],
     **given: Any,
 ) -> None:
-    """Print a stored tensor or object; only what is shown is read.
+    """Print a summary of a tensor, the values of a part of it (--slice), or an object.
 
-    Values are taken as they are stored: checksums are not compared (`verify --content` does that).
+    Checksums are not compared: `verify --content` does that.
     """
     from ckpt_tools.commands.look.print_tensor import print_tensor as read
 
-    printed = read(checkpoint, key, given["part"], given["stats"], given["iteration"], given["trust_pickle"])
+    is_summary = given["part"] is None and not given["as_json"]
+    printed = read(
+        checkpoint,
+        key,
+        given["part"],
+        given["stats"] or is_summary,
+        given["iteration"],
+        given["trust_pickle"],
+        given["role"],
+    )
     if given["as_json"]:
         print(render.json_text(printed.as_json()))
         return
     if printed.dtype is None:
         render.tell_whole(render.json_text(printed.values))
         return
-    chunks = counted(len(printed.chunks), "chunk")
-    render.tell(f"{render.escape(printed.key)}: {printed.dtype} {list(printed.shape)}, {chunks}")
+    chunks = f", {counted(len(printed.chunks), 'chunk')}" if printed.chunks else ""
+    render.tell(f"{render.escape(printed.key)}: {printed.dtype} {list(printed.shape)}{chunks}")
     for name, value in printed.statistics.items():
-        render.tell(f"  {name:<9}{value}")
-    if printed.box is not None and printed.box.size != printed.shape:
-        render.tell(f"  shown: {printed.box}")
+        render.tell(f"  {name:<9}{f'{value:.6g}' if isinstance(value, float) else value}")
+    if is_summary:
+        first = list(islice(flat(printed.values), _FIRST))
+        more = ", ..." if prod(printed.shape) > len(first) else ""
+        render.tell(f"  {'first':<9}{', '.join(f'{v:.6g}' for v in first)}{more}")
+        return
     render.tell_whole(render.escape_lines(render_values(printed.values)))
+
+
+def flat(values: object) -> Iterator[Any]:
+    """The numbers of nested lists."""
+    if isinstance(values, list):
+        for value in values:
+            yield from flat(value)
+    else:
+        yield values
 
 
 def render_values(values: object) -> str:

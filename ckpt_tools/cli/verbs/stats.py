@@ -9,14 +9,16 @@ import typer
 
 from ckpt_tools.cli import options as v
 from ckpt_tools.cli import render
-from ckpt_tools.cli.options import option
+from ckpt_tools.cli.options import flag, option
 from ckpt_tools.cli.table import READING, fill, with_options
+from ckpt_tools.human import counted
 from ckpt_tools.model.choices import StatsBy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckpt_tools.commands.look.stats import CheckpointChange, CheckpointStatistics, TensorChange
+    from ckpt_tools.commands.look.stats import CheckpointChange, CheckpointStatistics, Measured
+    from ckpt_tools.verify.content.values import Change
 
 _STDOUT = Path("-")
 _SHOWN = 20
@@ -36,25 +38,22 @@ _OWN = {
     ),
     "by": option(
         StatsBy, "--by", default="auto",
-        help="Names of parameters, or stored keys. Default: the first that can be.",
+        help="Names of parameters, or stored keys. Default: of parameters, if they are known.",
     ),
-    "svg": option(Path, "--svg", callback=v.in_a_folder, help="Draw layers and roles as one SVG file."),
-    "html": option(Path, "--html", callback=v.in_a_folder, help="The same as one HTML page, with all numbers."),
+    "fail_on_nan": flag("--fail-on-nan", help="Exit code 1 if anything is NaN or Inf."),
+    "svg": option(Path, "--svg", callback=v.in_a_folder, help="Draw layers and roles as an SVG file."),
+    "html": option(Path, "--html", callback=v.in_a_folder, help="The same as an HTML page, with all numbers."),
 }  # fmt: skip
 
 
 def stats(
-    checkpoint: Annotated[
-        str, typer.Argument(help="A run's root, an iteration folder, or a Hugging Face model.")
-    ],
-    other: Annotated[
-        str | None, typer.Argument(help="A second one: what has changed from the first to it.")
-    ] = None,
+    checkpoint: Annotated[str, typer.Argument(help="A run, one of its iterations, or a Hugging Face model.")],
+    other: Annotated[str | None, typer.Argument(help="A second one, to see what changed.")] = None,
     **given: Any,
 ) -> None:
-    """Norms, extremes, zeros, NaN and Inf by layer and role, or what has changed between two. Sums are float64.
+    """Norms, extremes, zeros, NaN and Inf by layer and role; of two checkpoints, what changed. Sums are float64.
 
-    Values are taken as they are stored: checksums are not compared (`verify --content` does that).
+    Checksums are not compared: `verify --content` does that.
     """
     from ckpt_tools.cli.progress import progress_bar
     from ckpt_tools.commands.look.stats import (
@@ -84,15 +83,27 @@ def stats(
                 render.write_text(file, draw(found), checkpoint)
     if _STDOUT in (svg, html):
         return  # nothing but the picture
+    sick = len(found.nonfinite())
     if given["as_json"]:
         print(render.json_text(found.as_json()))
-        return
-    if isinstance(found, CheckpointStatistics):
-        _print_statistics(found)
     else:
-        _print_change(found)
-    for note in found.notes:
-        render.tell(f"note: {render.escape(note)}")
+        render.tell_verdict(f"{_verdict(sick, len(found.tensors))}", not sick)
+        if isinstance(found, CheckpointStatistics):
+            _print_statistics(found)
+        else:
+            _print_change(found)
+        for note in found.notes:
+            render.tell(f"note: {render.escape(note)}")
+    if sick and given["fail_on_nan"]:
+        if render.is_quiet():
+            render.complain(f"error: {_verdict(sick, len(found.tensors))}")
+        raise typer.Exit(1)
+
+
+def _verdict(sick: int, measured: int) -> str:
+    if not sick:
+        return f"no NaN and no Inf in {counted(measured, 'tensor')}"
+    return f"NaN or Inf in {sick:,} of {counted(measured, 'tensor')}"
 
 
 def _print_statistics(found: CheckpointStatistics) -> None:
@@ -116,9 +127,8 @@ def _print_statistics(found: CheckpointStatistics) -> None:
                 [label or "outside of layers", *("-" if f is None else short(f.norm) for f in held), wrong]
             )
         render.print_table(("norm of layer", *roles, "NaN, Inf"), table)
-    listed = found.tensors if found.chosen else tuple(found.sick())
+    listed = found.tensors if found.chosen else found.nonfinite()
     if not listed:
-        render.tell(f"no NaN and no Inf in {len(found.tensors):,} tensors")
         return
     columns = ("norm", "mean", "min", "max")
     rows = []
@@ -142,8 +152,8 @@ def _print_change(found: CheckpointChange) -> None:
         ]
         render.print_table(("role", *_CHANGE), rows)
         _print_changed_layers(found)
-        if sick := list(found.sick()):
-            _print_changed_tensors(sick, "tensors with NaN or Inf in A or B", _SHOWN)
+        if wrong := found.nonfinite():
+            _print_changed_tensors(wrong, "tensors with NaN or Inf in A or B", _SHOWN)
     for line in found.left_out():
         render.tell(line)
     for what, names in (("only in A", found.only_in_a), ("only in B", found.only_in_b),
@@ -168,7 +178,9 @@ def _print_changed_layers(found: CheckpointChange) -> None:
     render.print_table(("relative change of", *heads, "NaN, Inf"), rows)
 
 
-def _print_changed_tensors(tensors: Sequence[TensorChange], title: str = "", most: int | None = None) -> None:
+def _print_changed_tensors(
+    tensors: Sequence[Measured[Change]], title: str = "", most: int | None = None
+) -> None:
     from ckpt_tools.commands.look.stats_page import change_numbers
 
     rows = [

@@ -47,13 +47,13 @@ from ckpt_tools.megatron.adapters import (
     AdapterTensors,
     adapter_name,
     is_finite_number,
+    merged_model,
     read_adapters,
     sort_out,
 )
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.huggingface.lora.peft import ADAPTER_CONFIG, MERGE_WITH_PEFT
 from ckpt_tools.megatron.keys import is_optimizer_key, strip_wrappers
-from ckpt_tools.megatron.merged import merged_model
 from ckpt_tools.megatron.run_state.common_state import RUN_CONFIG
 from ckpt_tools.megatron.run_state.record import read_record
 from ckpt_tools.megatron.torch_dist.stacking import slices_of

@@ -37,7 +37,7 @@ def diff_checkpoints(
     request: DiffRequest | None = None,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> DiffReport:
-    """What differs between the checkpoints at `a` and `b`; `progress` is told (bytes done, in all).
+    """What differs between the checkpoints at `a` and `b`; `progress` gets (bytes done, in all).
 
     Raises:
         UsageError: they are of kinds that share no names, or a glob of `options.keys` matches nothing.

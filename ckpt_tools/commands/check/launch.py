@@ -15,11 +15,10 @@ from typing import Any
 
 from ckpt_tools.formats.pickle.unpickle import StandIn, TorchDtype
 from ckpt_tools.megatron.huggingface.config.megatron_args import OF_MLA
-from ckpt_tools.verify.checkpoint.model_rules import decoder_layers, gated_delta_nets
 from ckpt_tools.verify.readiness.facts import Facts, before
-from ckpt_tools.verify.readiness.job import BRIDGE, MAIN
-from ckpt_tools.verify.readiness.load_rules import wanted_rows
-from ckpt_tools.verify.readiness.megatron_args import Flag, defaults_of, flag_words, flags_of
+from ckpt_tools.verify.readiness.job import BRIDGE, MAIN, Flag, defaults_of, flag_words, flags_named, flags_of
+from ckpt_tools.verify.readiness.model_rules import decoder_layers, gated_delta_nets
+from ckpt_tools.verify.readiness.rules import wanted_rows
 
 _SAID: Mapping[str, tuple[type, ...]] = {
     "str": (str,), "int": (int,), "float": (int, float), "bool": (), "tuple": (int,), "pattern": (int,)
@@ -41,17 +40,14 @@ _LEFT_OUT = re.compile(
 )
 # Their defaults differ between versions, or are what a reader looks for first.
 _ALWAYS_SAID = (
-    "data_parallel_sharding_strategy",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "ckpt_format",
-)
+    "data_parallel_sharding_strategy", "tensor_model_parallel_size", "pipeline_model_parallel_size", "ckpt_format"
+)  # fmt: skip
 # What Megatron asks for without a default, where no run tells it; numbers with which the rest can be judged.
 _TO_FILL: Mapping[str, tuple[str, ...]] = {
     "GLOBAL_BATCH": (), "TRAIN_ITERS": ("--train-iters", "1"), "LR": ("--lr", "1")
 }  # fmt: skip
 _INTERVAL = 1000  # steps, where no run tells it: of saves, and of evaluation, which every resume divides by
-_NODE = 8  # GPUs, where nothing tells
+_NODE = 8  # GPUs, if unknown
 _NODES = f"# on every node; {_NODE} GPUs a node are assumed, HEAD_NODE is the name of one of them"
 _OF_PIPELINE = re.compile(
     r"(?!transformer_).*pipeline.*|decoder_(first|last)_.*|account_for_.*|defer_embedding_.*"
@@ -60,11 +56,7 @@ _IN_BUCKETS = ("dp_reshardable", "fully_sharded_bucket_space", "dp_zero_gather_s
 _OLD_NAMES = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
 _NEW_NAMES = {old: new for new, old in _OLD_NAMES.items()}
 _SAID_OTHERWISE = ("params_dtype", "padded_vocab_size", "moe_layer_freq")
-_MLA_YARN = {
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "original_max_position_embeddings": 4096,
-}  # no flags
+_MLA_YARN = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}  # no flags
 _OF_FSDP_JOB: Mapping[str, Any] = {
     "use_megatron_fsdp": True,
     "data_parallel_sharding_strategy": "optim_grads_params",
@@ -99,8 +91,8 @@ class Launch:
     words: tuple[str, ...]
 
     @property
-    def told(self) -> tuple[str, ...]:
-        """The words with numbers where the user is to fill them in: all else can be judged."""
+    def filled_in(self) -> tuple[str, ...]:
+        """The words with numbers in the places that are for the user: all else can be judged."""
         words = list(self.words)
         for name, numbers in _TO_FILL.items():
             if name in words:
@@ -135,28 +127,22 @@ def launch(facts: Facts, load: str, step: int | None = None) -> Launch:
     return Launch((*_environment(facts), *assumed, *comments), words)
 
 
-def _environment(f: Facts) -> tuple[str, ...]:
-    """What Megatron-FSDP wants of CUDA's queues, and a job of tensor or context parallelism without it."""
+def _environment(f: Facts) -> Iterator[str]:
+    """What Megatron-FSDP wants of CUDA's queues, and a job of tensor or context parallelism without it.
+
+    And comments: how far the job's sizes may differ from the run's, and how the run cut its pipeline.
+    """
     if f.kind == "fsdp_dtensor":
-        return ("unset CUDA_DEVICE_MAX_CONNECTIONS",)
-    is_cut = f.tp > 1 or f.args.get("context_parallel_size", 1) != 1
-    connections = ("export CUDA_DEVICE_MAX_CONNECTIONS=1  # before Blackwell",) if is_cut else ()
-    return (*connections, _sizes(f), *_pipeline(f))
-
-
-def _sizes(f: Facts) -> str:
-    """A comment on how far the job's sizes may be others than the run's."""
+        yield "unset CUDA_DEVICE_MAX_CONNECTIONS"
+        return
+    if f.tp > 1 or f.args.get("context_parallel_size", 1) != 1:
+        yield "export CUDA_DEVICE_MAX_CONNECTIONS=1  # before Blackwell"
     if f.layout in _IN_BUCKETS:
-        return f"# its optimizer ({f.layout}) loads at the TP, PP and EP of the run alone"
-    return (
-        "# it loads at any TP, PP and EP, on any number of GPUs; rng states at the TP and PP of the run alone"
-    )
-
-
-def _pipeline(f: Facts) -> Iterator[str]:
-    """A comment for each setting of how the run cut its pipeline, which a job need not take over."""
-    usual = {"pipeline_model_parallel_size": f.args.get("pipeline_model_parallel_size")}  # said by its flag
-    usual = defaults_of(f.job.program) | usual
+        yield f"# its optimizer ({f.layout}) loads at the TP, PP and EP of the run alone"
+    else:
+        yield "# it loads at any TP, PP and EP, on any number of GPUs; rng states at the TP and PP of the run alone"
+    by_flag = {"pipeline_model_parallel_size": f.args.get("pipeline_model_parallel_size")}
+    usual = defaults_of(f.job.program) | by_flag
     for name, value in f.args.items():
         if _OF_PIPELINE.fullmatch(name) and value is not None and value != usual.get(name):
             yield f"# the run's pipeline had {name} {value!a}"
@@ -201,8 +187,9 @@ def unsaid(f: Facts) -> list[str]:
         usual = _MLA_YARN.get(name, defaults_of(MAIN).get(name))
         if known or name in _SAID_OTHERWISE or value == usual:
             continue
-        flags = [flag for flag in flags_of(f.job.program) if flag.name in (name, _NEW_NAMES.get(name))]
-        values = ((flag.name, _plain(value, flag)) for flag in flags)
+        of = flags_named(f.job.program)
+        flags = (*of.get(name, ()), *of.get(_NEW_NAMES.get(name, ""), ()))
+        values = ((flag.name, said_by(value, flag)) for flag in flags)
         if not any(v is not None and flag_words(n, v, f.job.program) is not None for n, v in values):
             found.append(f"{name} {short(value)}")
     return found
@@ -217,7 +204,7 @@ def _stored_settings(f: Facts) -> tuple[dict[str, Any], tuple[str, ...]]:
         stored = f.args.get(flag.name, f.args.get(_OLD_NAMES.get(flag.name, "")))
         if stored is None or _LEFT_OUT.fullmatch(flag.name):
             continue
-        value = _plain(stored, flag)
+        value = said_by(stored, flag)
         if value is None:
             unsaid.append(f"# the run had {flag.name} {stored!a}, which {flag.options[0]} cannot say")
         elif native or not _OF_FSDP.fullmatch(flag.name):
@@ -294,10 +281,9 @@ def _decided(f: Facts) -> dict[str, Any]:
         decided["transformer_impl"] = "local" if stored.local_norms else "transformer_engine"
     delta_nets = gated_delta_nets(stored.shapes)
     if delta_nets and f.args.get("experimental_attention_variant") is None:
+        layers = range(decoder_layers(stored.shapes))
         decided["experimental_attention_variant"] = "gated_delta_net"
-        decided["linear_attention_freq"] = [
-            int(i in delta_nets) for i in range(decoder_layers(stored.shapes))
-        ]
+        decided["linear_attention_freq"] = [int(i in delta_nets) for i in layers]
     if stored.mtp_layers:
         decided["mtp_num_layers"] = stored.mtp_layers
     if f.begins:
@@ -335,7 +321,7 @@ def _of_record(f: Facts) -> dict[str, Any]:
     return found
 
 
-def _plain(value: Any, flag: Flag) -> Any:
+def said_by(value: Any, flag: Flag) -> Any:
     """A stored argument as its flag takes it; None for what it cannot say."""
     if isinstance(value, TorchDtype):
         return _DTYPES.get(value.name)
@@ -415,16 +401,10 @@ def _bridge(f: Facts, load: str, step: int | None) -> Iterator[str]:
         "checkpoint.load_optim": bool(f.states),
         "checkpoint.load_rng": all((0, rank) in f.rng_ranks for rank in range(f.tp)),
     }
-    yield from (
-        *_launcher(f.ranks or _ranks(model)),
-        "scripts/training/run_recipe.py",
-        "--recipe",
-        "RECIPE",
-    )
+    yield from (*_launcher(f.ranks or _ranks(model)), "scripts/training/run_recipe.py", "--recipe", "RECIPE")
     for name, value in settings.items():
-        if isinstance(value, bool | int | float) or (
-            isinstance(value, list) and set(map(type, value)) <= {int}
-        ):
+        is_numbers = isinstance(value, list) and set(map(type, value)) <= {int}
+        if isinstance(value, bool | int | float) or is_numbers:
             yield f"{name}={json.dumps(value, separators=(',', ':'))}"
         elif isinstance(value, str):
             yield f"{name}={value}"

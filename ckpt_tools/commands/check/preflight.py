@@ -1,16 +1,17 @@
-"""`preflight`: will a Megatron-FSDP job load this checkpoint, and how is it launched; told before a GPU is held."""
+"""`preflight`: will a Megatron-FSDP job load this checkpoint, and how is it launched; before a GPU is held."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ckpt_tools.close_names import close_names
 from ckpt_tools.commands.check.launch import Launch, launch, unsaid
+from ckpt_tools.commands.check.verify_checks import fsdp_entries_and_keys
 from ckpt_tools.commands.convert.version_2 import is_version_2
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
 from ckpt_tools.commands.job.outputs import place_parts
@@ -20,46 +21,33 @@ from ckpt_tools.formats.storage.files import AnyPath, path_text
 from ckpt_tools.formats.torch_archive.item_reader import load_object
 from ckpt_tools.formats.untrusted_documents import DocumentError, read_named_file
 from ckpt_tools.megatron.format import FORMATS
-from ckpt_tools.megatron.hybrid import is_hybrid
 from ckpt_tools.megatron.keys import fsdp_state, is_optimizer_key
 from ckpt_tools.megatron.run_state.record import read_record, stored_tp
-from ckpt_tools.megatron.torch_dist.stacking import layer_counts
-from ckpt_tools.verify.checkpoint import meaning
-from ckpt_tools.verify.checkpoint.place import check_entries
 from ckpt_tools.verify.checkpoint.structure import check_files
-from ckpt_tools.verify.readiness.facts import Facts, Rule, Stored, checked_settings
+from ckpt_tools.verify.readiness.facts import Facts, Rule, checked_settings, stored_style
 from ckpt_tools.verify.readiness.job import (
     BRIDGE,
     MAIN,
     PROGRAMS,
     Job,
     command_words,
+    flags_of,
     is_bridge_command,
     merge,
     parse_command,
     parse_yaml,
+    versions_with,
     with_checkpoint_args,
 )
-from ckpt_tools.verify.readiness.load_rules import RULES
+from ckpt_tools.verify.readiness.rules import RULES
 from ckpt_tools.verify.report import ERROR, WARNING, Check, Finding, Report, Severity
 
-SCHEDULER = "opt_param_scheduler."
+_SCHEDULER = "opt_param_scheduler."
 _ENVIRONMENT = "unset CUDA_DEVICE_MAX_CONNECTIONS"
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-_LAYER = re.compile(r"^(?P<layer>.*\blayers\.\d+\.(?:\w+_layer\.)?)(?P<rest>.+)$")
 _SCRIPTS = ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py")  # others may add flags of their own
 _PLACE = re.compile(r"\bCHECKPOINT\b")
 _AXES = {"ep": "expert_model", "etp": "expert_tensor", "cp": "context"}  # of a record, as Megatron names them
 _PACKED = re.compile(r"^(?P<module>.*\.)(?:in_proj\.|conv1d[._])(?:weight|bias)$")
-# Norms that Transformer Engine's projections have inside, and the modules of their own that stand for them elsewhere,
-# each beside the weight that it belongs to: MLA's input norm and that of experts are apart in every spec.
-_FUSED_NORM = re.compile(r"\.layer_norm_weight$")
-_NORM_APART = (
-    ("input_layernorm.weight", "self_attention.linear_qkv.weight"),
-    ("input_layernorm.weight", "self_attention.in_proj.weight"),
-    ("pre_mlp_layernorm.weight", "mlp.linear_fc1.weight"),
-    ("self_attention.kv_layernorm.weight", "self_attention.linear_kv_up_proj.weight"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +107,13 @@ def preflight(
             start = Launch((_ENVIRONMENT,), tuple(words)) if job.script is not None else None
         elif about.kind == "fsdp_dtensor":
             start = _launch(about, program, packed_for, place)
-            job = parse_command(start.told, program)
+            job = parse_command(start.filled_in, program)
         facts, checks = _checks(about, job, program)
         if about.kind == "fsdp_dtensor" or (about.kind == "torch_dist" and job is None):
             checks.append(_place_check(place, job))
         stored = _stored_checks(opened)
-        told = (_with_path(check, checkpoint) for check in (*checks, *stored))
-        report = Report(opened.location.path, opened.location.kind, tuple(told))
+        with_path = (_with_path(check, checkpoint) for check in (*checks, *stored))
+        report = Report(opened.location.path, opened.location.kind, tuple(with_path))
         starts: tuple[Start, ...] = ()
         if about.kind == "fsdp_dtensor":
             broken = tuple(check.name for check in stored if check.errors)
@@ -157,14 +145,16 @@ def _checks(about: Facts, job: Job | None, program: str) -> tuple[Facts, list[Ch
         (rule,) = (rule for rule in RULES if rule.name == "checkpoint-format")
         return facts, [run_rule(rule, facts), _unsaid_check(facts)]
     checks = [_flags_check(facts.job), _unsaid_check(facts), settings] if job is not None else []
-    return facts, checks + [run_rule(rule, facts) for rule in RULES if _applies(rule, facts, job is not None)]
+    judged = job is not None and facts.job.refused is None
+    rules = (r for r in RULES if not r.on_job or (judged and facts.job.program in r.programs))
+    return facts, checks + [run_rule(rule, facts) for rule in rules]
 
 
 def _start(
     about: Facts, program: str, packed_for: int | None, place: _Place, broken: tuple[str, ...]
 ) -> Start:
     """What comes of the command that would be printed for `program`."""
-    job = parse_command(_launch(about, program, packed_for, place).told, program)
+    job = parse_command(_launch(about, program, packed_for, place).filled_in, program)
     facts, checks = _checks(about, job, program)
     checks.append(_place_check(place, job))
     broken += tuple(check.name for check in checks if check.errors)
@@ -177,9 +167,9 @@ def _start(
 
 def run_rule(rule: Rule, facts: Facts) -> Check:
     """The verdict of one rule on facts whose settings are sound (`checked_settings`)."""
-    found = rule.broken(facts)
+    broken = rule.broken(facts)
     fix = rule.fix if isinstance(rule.fix, str) else rule.fix(facts)
-    findings = () if found is None else (Finding(rule.name, rule.severity, found, rule.why, fix),)
+    findings = () if broken is None else (Finding(rule.name, rule.severity, broken, rule.why, fix),)
     return Check(rule.name, "rules", 1, findings, source=rule.where)
 
 
@@ -188,12 +178,6 @@ def _with_path(check: Check, checkpoint: str) -> Check:
     path = shlex.quote(checkpoint)
     findings = (f._replace(fix=_PLACE.sub(lambda _: path, f.fix)) for f in check.findings)
     return replace(check, findings=tuple(findings))
-
-
-def _applies(rule: Rule, facts: Facts, has_job: bool) -> bool:
-    if not rule.on_job:
-        return True
-    return has_job and facts.job.refused is None and facts.job.program in rule.programs
 
 
 def _described(words: Sequence[str], yaml_file: Path | None, program: str) -> Job | None:
@@ -262,43 +246,10 @@ def _schedule(opened: Opened) -> dict[str, Any]:
     """The stored state of the learning-rate schedule."""
     stored = opened.catalog.objects
     return {
-        key.removeprefix(SCHEDULER): load_object(opened.files, stored[key].item, opened.trust_pickle)
+        key.removeprefix(_SCHEDULER): load_object(opened.files, stored[key].item, opened.trust_pickle)
         for key in stored
-        if key.startswith(SCHEDULER)
+        if key.startswith(_SCHEDULER)
     }
-
-
-def stored_style(shapes: Mapping[str, tuple[int, ...]], is_fsdp: bool) -> Stored:
-    """What names and shapes of the weights tell about the model; how it is spelled only where it is spelled live."""
-    rows = next((shape[0] for name, shape in shapes.items() if name.endswith(EMBEDDING) and shape), None)
-    output = any(name.endswith(OUTPUT) for name in shapes) if rows is not None else None
-    mtp = next((n for block, n in layer_counts(shapes).items() if ".mtp." in f".{block}"), 0)
-    if not is_fsdp:
-        return Stored(shapes, rows, output, mtp_layers=mtp)
-    fc1 = [name for name in shapes if ".linear_fc1.weight" in name]
-    experts = [name for name in shapes if ".experts." in name]
-    return Stored(
-        shapes,
-        rows,
-        output,
-        gated=any(name.endswith(("_w", "_v")) for name in fc1) if fc1 else None,
-        sequential_experts=any(".local_experts." in name for name in experts) if experts else None,
-        local_norms=local_norms(shapes),
-        mtp_layers=mtp,
-    )
-
-
-def local_norms(names: Collection[str]) -> bool | None:
-    """Whether norms are modules of their own that Transformer Engine would fuse; None where nothing tells.
-
-    A module `input_layernorm` alone tells nothing: before MLA's projections it stands in every layer spec.
-    """
-    rests: dict[str, set[str]] = {}
-    for match in filter(None, map(_LAYER.match, names)):
-        rests.setdefault(match["layer"], set()).add(match["rest"].removesuffix("_w"))
-    fused = any(_FUSED_NORM.search(f".{rest}") for layer in rests.values() for rest in layer)
-    apart = any({norm, weight} <= layer for layer in rests.values() for norm, weight in _NORM_APART)
-    return apart if fused != apart and not is_hybrid(names) else None  # a HybridModel has one spec only
 
 
 def _packed(names: Iterable[str]) -> tuple[str, ...]:
@@ -329,16 +280,11 @@ def _flags_check(job: Job) -> Check:
 
 def _meant(word: str) -> str:
     """What to write in the place of a word that no flag takes."""
-    from ckpt_tools.verify.readiness.megatron_args import flags_of, versions_with
-
     option = word.partition("=")[0]
     if others := versions_with(option):
         return f"drop it, or run one of {', '.join(others)} (--target)"
-    close = (
-        close_names(option, [o for flag in flags_of(MAIN) for o in flag.options])
-        if option[:2] == "--"
-        else []
-    )
+    known = [spelled for flag in flags_of(MAIN) for spelled in flag.options]
+    close = close_names(option, known) if option[:2] == "--" else []
     return f"did you mean {', '.join(close)}?" if close else "drop it"
 
 
@@ -385,19 +331,14 @@ def _place_check(place: _Place, job: Job | None) -> Check:
         found, fix = f"--load is {load}, the checkpoint lies in {place.root}", f"--load {place.root}"
         why = "the job would load something else"
     elif job is not None and job.get("ckpt_step") is not None:
-        if job.get("ckpt_step") != place.iteration:
-            found, fix = (
-                f"--ckpt-step is {job.get('ckpt_step')}, this is iteration {place.iteration}",
-                "drop it",
-            )
+        if (step := job.get("ckpt_step")) != place.iteration:
+            found, fix = f"--ckpt-step is {step}, this is iteration {place.iteration}", "drop it"
             why = "the job would load something else"
     elif place.tracked is None:
         found, fix = place.damaged or f"{place.root} has no {TRACKER}", track
     elif place.tracked != place.name:
-        found, fix = (
-            f"the tracker names {place.tracked}, not {place.name}",
-            f"--ckpt-step {latest}, or {track}",
-        )
+        found = f"the tracker names {place.tracked}, not {place.name}"
+        fix = f"--ckpt-step {latest}, or {track}"
         why = "the job would load something else"
     elif job is not None and load is None and job.refused is None:
         found, fix, severity = "the command has no --load", f"--load {place.root}", WARNING
@@ -422,14 +363,4 @@ def _stored_checks(opened: Opened) -> list[Check]:
     """The checks of `verify` that decide whether a strict load finds every key it asks for, and its bytes."""
     if opened.location.kind != "fsdp_dtensor":
         return []
-    weights = FORMATS["fsdp_dtensor"].weights(opened.catalog).found
-    return [
-        check_files(opened.files, opened.catalog),
-        check_entries(opened.location, opened.catalog, opened.common),
-        meaning.check_layers(
-            weights, (), opened.common, meaning.stage_numbers(opened.catalog, opened.common)
-        ),
-        meaning.check_experts(weights, opened.common),
-        meaning.check_fsdp_states(opened.catalog, opened.common),
-        meaning.check_fsdp_groups(opened.catalog),
-    ]
+    return [check_files(opened.files, opened.catalog), *fsdp_entries_and_keys(opened)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from ckpt_tools.commands.convert.version_2 import is_version_2, respelled
 from ckpt_tools.commands.huggingface.export_hf import ExportRequest, export_tensors
@@ -27,8 +27,7 @@ from ckpt_tools.commands.huggingface.tensors import prove_equal, seen_as, withou
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.read_model import Wanted, read_model
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
-from ckpt_tools.megatron.dcp.one_model import Spelling, spelled_as
-from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
+from ckpt_tools.megatron.dcp.state_dict import Spelling, is_megatron, read_state_dict, spelled_as
 from ckpt_tools.megatron.format import FORMATS
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.fsdp_dtensor.tensors import state_prefix
@@ -44,7 +43,7 @@ from ckpt_tools.megatron.run_state.record import read_record, stored_tp
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import optimizer_layout
 from ckpt_tools.model.catalog import TensorEntry, Value
-from ckpt_tools.model.choices import DiffBy
+from ckpt_tools.model.choices import CheckpointKind, DiffBy
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import WEIGHT, Role
 from ckpt_tools.model.target import InlineTensor, TargetTensor
@@ -94,12 +93,12 @@ def under_one_naming(a: Opened, b: Opened, request: DiffRequest, options: DiffOp
         raise UsageError("--rules is for a Hugging Face model and a Megatron checkpoint")
     if by == HUGGINGFACE:
         of_export = _meant_for_export(a, b, options.ignore)
-        return Naming(by, *by_export(a, b, of_export, request.rules, options.headers), of_export)
+        return Naming(by, *_by_export(a, b, of_export, request.rules, options.headers), of_export)
     if by == PARAMETERS:
         return Naming(by, *_by_parameters(a, b, request.target, options.workers))
-    sides, notes = (by_keys(a), by_keys(b)), list[str]()
+    sides, notes = (_by_keys(a), _by_keys(b)), list[str]()
     if request.by == "auto":
-        sides, notes = under_one_spelling(sides)
+        sides, notes = _under_one_spelling(sides)
         as_export = _of_one_model(a, b, sides)
         if as_export is not None:
             return Naming(HUGGINGFACE, *as_export)
@@ -120,12 +119,13 @@ def _meant_for_export(a: Opened, b: Opened, ignore: tuple[str, ...]) -> tuple[st
 
 def _choose(by: DiffBy, a: Opened, b: Opened) -> DiffBy:
     kinds = {a.location.kind, b.location.kind}
-    if by == PARAMETERS and not (kinds <= _MEGATRON and all(map(holds_megatron, (a, b)))):
+    of_megatron = all(map(_holds_megatron, (a, b)))
+    if by == PARAMETERS and not (kinds <= _MEGATRON and of_megatron):
         raise UsageError(
             "--by parameters needs torch_dist, fsdp_dtensor or dcp checkpoints of Megatron models, not "
             f"{sorted(kinds)}"
         )
-    between = "safetensors" in kinds and bool(kinds & _MEGATRON) and all(map(holds_megatron, (a, b)))
+    between = "safetensors" in kinds and bool(kinds & _MEGATRON) and of_megatron
     if by == HUGGINGFACE and not between:
         raise UsageError(
             f"--by huggingface needs a Hugging Face model and a Megatron checkpoint, not {sorted(kinds)}"
@@ -138,20 +138,14 @@ def _choose(by: DiffBy, a: Opened, b: Opened) -> DiffBy:
         layouts = {optimizer_layout(side.catalog, side.common) for side in (a, b)}
         comparable = len(layouts) == 1 and layouts <= _COMPARABLE_LAYOUTS
         return KEYS if comparable and _joins_masters(a) == _joins_masters(b) else PARAMETERS
-    if kinds == {"dcp"}:
-        return KEYS if len({read_state_dict(side.catalog).layout for side in (a, b)}) == 1 else _across(a, b)
-    versions = {is_version_2(side.catalog.tensors) for side in (a, b)}
-    if kinds == {"fsdp_dtensor"} and len(versions) == 2:
-        return PARAMETERS
-    return _across(a, b) if len(kinds) == 2 else KEYS
+    if kinds == {"dcp"} and len({read_state_dict(side.catalog).layout for side in (a, b)}) == 1:
+        return KEYS
+    if kinds == {"fsdp_dtensor"}:
+        return PARAMETERS if len({is_version_2(side.catalog.tensors) for side in (a, b)}) == 2 else KEYS
+    return PARAMETERS if of_megatron and kinds != {"safetensors"} else KEYS
 
 
-def _across(a: Opened, b: Opened) -> DiffBy:
-    """By parameters, where both sides hold Megatron's."""
-    return PARAMETERS if all(map(holds_megatron, (a, b))) else KEYS
-
-
-def holds_megatron(side: Opened) -> bool:
+def _holds_megatron(side: Opened) -> bool:
     return side.location.kind != "dcp" or is_megatron(read_state_dict(side.catalog))
 
 
@@ -163,7 +157,7 @@ def _joins_masters(opened: Opened) -> bool:
     return states is not None and states.has_made
 
 
-def by_keys(opened: Opened) -> Side:
+def _by_keys(opened: Opened) -> Side:
     """The checkpoint under its stored keys; a common state is one value wherever it lies."""
     roles = opened.roles()
     tensors = {
@@ -178,7 +172,7 @@ def by_keys(opened: Opened) -> Side:
 
 def _by_parameters(a: Opened, b: Opened, target: TargetOptions, workers: int | None) -> Named:
     """Both under the names of `fsdp_dtensor`; a checkpoint of another format is seen as its conversion."""
-    stored = [by_keys(side) if side.location.kind == "fsdp_dtensor" else None for side in (a, b)]
+    stored = [_by_keys(side) if side.location.kind == "fsdp_dtensor" else None for side in (a, b)]
     first, second = stored
     if first is not None and second is not None:
         if is_version_2(first.tensors) != is_version_2(second.tensors):
@@ -186,8 +180,8 @@ def _by_parameters(a: Opened, b: Opened, target: TargetOptions, workers: int | N
         return (first, second), []
     if first is second is None and target.tp is None:
         # packed projections are compared in the order that a state dict has them in
-        told = [_recorded_tp(side) for side in (a, b) if side.location.kind == "dcp"]
-        target = replace(target, tp=next((tp for tp in told if tp is not None), None))
+        sizes = [_recorded_tp("dcp", side) for side in (a, b) if side.location.kind == "dcp"]
+        target = replace(target, tp=next((tp for tp in sizes if tp is not None), None))
     notes: list[str] = []
     if first is None:
         first, notes = _as_converted(a, target, second, workers)
@@ -197,9 +191,9 @@ def _by_parameters(a: Opened, b: Opened, target: TargetOptions, workers: int | N
     return (first, second), notes
 
 
-def _recorded_tp(opened: Opened) -> int | None:
+def _recorded_tp(kind: CheckpointKind, side: Opened | Side) -> int | None:
     """The tensor parallel size that an output was made for, where its record or its rng states tell it."""
-    size = stored_tp(read_record(opened.files), FORMATS[opened.location.kind].rng_ranks(opened.catalog), {})
+    size = stored_tp(read_record(side.files), FORMATS[kind].rng_ranks(side.catalog), {})
     return None if size is None else size.ranks
 
 
@@ -235,24 +229,23 @@ def _as_converted(
 def _fitted(target: TargetOptions, model: Model, other: Side) -> TargetOptions:
     """The options with what the other side's keys tell where nobody has said."""
     names = [key for key in other.tensors if key.startswith("model.")]
-    told: dict[str, object] = {}
+    fitting: dict[str, object] = {}
     if target.model_prefix == MODEL_PREFIX and is_version_2(other.tensors):
-        told["model_prefix"] = MODEL_PREFIX.removesuffix(".module")
-        told["state_prefix"] = target.state_prefix or state_prefix(model).removesuffix(".module")
+        fitting["model_prefix"] = MODEL_PREFIX.removesuffix(".module")
+        fitting["state_prefix"] = target.state_prefix or state_prefix(model).removesuffix(".module")
     if target.layer_spec is None and any(name.endswith(_FUSED_NORMS) for name in names):
-        told["layer_spec"] = "te"
+        fitting["layer_spec"] = "te"
     elif target.layer_spec is None and any(name.endswith(".input_layernorm.weight") for name in names):
-        told["layer_spec"] = "local"
+        fitting["layer_spec"] = "local"
     if target.experts is None and any(".experts." in name for name in names):
-        told["experts"] = "sequential" if any(".local_experts." in name for name in names) else "grouped"
+        fitting["experts"] = "sequential" if any(".local_experts." in name for name in names) else "grouped"
     if target.swiglu is None and model.settings.swiglu is None:
-        told["swiglu"] = any(".linear_fc1.weight" in name and name.endswith("_w") for name in names)
+        fitting["swiglu"] = any(".linear_fc1.weight" in name and name.endswith("_w") for name in names)
     if target.tp is None:
-        tp = stored_tp(read_record(other.files), FORMATS["fsdp_dtensor"].rng_ranks(other.catalog), {})
-        told["tp"] = None if tp is None else tp.ranks
+        fitting["tp"] = _recorded_tp("fsdp_dtensor", other)
     if not any(key.startswith(_OF_A_RUN) for key in (*other.tensors, *other.objects)):
-        told["weights_only"] = True
-    return replace(target, **told)  # type: ignore[arg-type]  # each value has its field's type
+        fitting["weights_only"] = True
+    return replace(target, **fitting)  # type: ignore[arg-type]  # each value has its field's type
 
 
 def _converted(opened: Opened, model: Model, options: TargetOptions) -> Side:
@@ -268,7 +261,7 @@ def _misfit(side: Side, other: Side) -> int:
     return len(side.tensors.keys() ^ other.tensors.keys()) + len(side.objects.keys() ^ other.objects.keys())
 
 
-def by_export(
+def _by_export(
     a: Opened,
     b: Opened,
     ignore_keys: tuple[str, ...] = (),
@@ -355,7 +348,7 @@ def _of_one_model(a: Opened, b: Opened, sides: Sides) -> Named | None:
     try:
         if any(read_config(side.location.path).get(QUANTIZED) for side in (a, b)):
             return None
-        found, notes = by_export(a, b)
+        found, notes = _by_export(a, b)
     except (MappingError, UnsupportedCheckpointError):
         return None
     return (found, notes) if _misfit(*found) < misfit else None
@@ -411,7 +404,7 @@ def _is_proven(model: Opened, specs: Mapping[str, Spec], pair: tuple[str, str]) 
     return True
 
 
-def under_one_spelling(sides: Sides) -> Named:
+def _under_one_spelling(sides: Sides) -> Named:
     """Both sides under the names of one, and a note on it, where these are proven to be the same model's."""
     found = spelled_as((sides[0].catalog, sides[1].catalog))
     if found is None:
@@ -425,17 +418,13 @@ def under_one_spelling(sides: Sides) -> Named:
 def _respelled(side: Side, found: Spelling) -> Side:
     objects = {found.keys[key]: value for key, value in side.objects.items()}
     for key in found.lists:  # the names in them are values, and as different as the keys
-        if key in side.objects:
-            objects[found.keys[key]] = _names(side.value(key), found)
+        value = side.value(key) if key in side.objects else None
+        if type(value) is list:
+            names = (found.names.get(name, name) if isinstance(name, str) else name for name in value)
+            objects[found.keys[key]] = list(names)
     return replace(
         side, tensors={found.keys[key]: tensor for key, tensor in side.tensors.items()}, objects=objects
     )
-
-
-def _names(value: Any, found: Spelling) -> Any:
-    if type(value) is not list:
-        return value
-    return [found.names.get(name, name) if isinstance(name, str) else name for name in value]
 
 
 def _told(found: Spelling) -> str:

@@ -49,7 +49,7 @@ def verify_checkpoint(
     options: VerifyOptions | None = None,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Report:
-    """Every check that makes sense for the checkpoint at `path`; `progress` is told (bytes done, bytes in all).
+    """Every check that makes sense for the checkpoint at `path`; `progress` gets (bytes done, bytes in all).
 
     Damage becomes findings of the report. `options.write_manifest` is written only when no check finds an error.
 
@@ -179,7 +179,7 @@ def _scanning(
 
 
 def _read_manifest(options: VerifyOptions) -> object:
-    """The manifest to compare with, None for none; told before anything is read, as is one that cannot be written."""
+    """The manifest to compare with, None for none; errors come before anything is read, also for one to write."""
     path, new = options.manifest, options.write_manifest
     if new is not None and new.exists():
         raise UsageError(f"{new} exists; delete it or choose another name. --manifest {new} compares with it")

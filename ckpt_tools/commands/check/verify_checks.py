@@ -1,12 +1,12 @@
-"""The checks of `verify`: what metadata says, the small files beside the tensors, and masters against weights."""
+"""The checks of `verify`: what metadata says, the small files next to the tensors, and masters against weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_tools.commands.huggingface.folder import documents_of
 from ckpt_tools.commands.huggingface.tensors import without_frequencies
@@ -26,8 +26,7 @@ from ckpt_tools.formats.locate.detect import Location
 from ckpt_tools.formats.storage.files import Files, path_in
 from ckpt_tools.formats.storage.open_files import files_below, open_files
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
-from ckpt_tools.megatron.format import FORMATS, Weight
-from ckpt_tools.megatron.fsdp_dtensor.stages import LocalNumbers
+from ckpt_tools.megatron.format import FORMATS
 from ckpt_tools.megatron.run_state.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.run_state.record import RECORD_FILE, read_record
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import coalesced_buffers
@@ -40,14 +39,14 @@ from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.verify.checkpoint import meaning
 from ckpt_tools.verify.checkpoint.counters import check_counters
 from ckpt_tools.verify.checkpoint.hf_folder import check_hf_folder
+from ckpt_tools.verify.checkpoint.meaning import check_plain_groups, check_plain_states
 from ckpt_tools.verify.checkpoint.place import (
-    check_entries,
+    check_fsdp_entries,
     check_metadata_json,
     check_place,
+    check_torch_dist_entries,
     earlier_iteration,
 )
-from ckpt_tools.verify.checkpoint.plain_states import check_plain_groups, check_plain_states
-from ckpt_tools.verify.checkpoint.settings_fit import check_settings
 from ckpt_tools.verify.checkpoint.structure import (
     all_items,
     check_files,
@@ -58,6 +57,7 @@ from ckpt_tools.verify.checkpoint.structure import (
     check_tiling,
 )
 from ckpt_tools.verify.content.manifest import INTEGRITY, check_integrity
+from ckpt_tools.verify.readiness.model_rules import check_settings
 from ckpt_tools.verify.report import ERROR, Check, Findings, Meter, failed_check
 
 
@@ -73,27 +73,27 @@ def check_metadata(
 ) -> list[Check]:
     """Every check that looks at no values. The sums of `integrity.json` alone are taken with `content`.
 
-    `meter` is told how many bytes all checks will read: with `digests`, a manifest's too.
+    `meter` gets how many bytes all checks will read: with `digests`, a manifest's too.
     `names_newer` is whether newer iterations of the run are pointed at.
     """
     has_integrity = files.exists(INTEGRITY)
     passes = content * (1 + has_integrity) + 2 * digests  # of files and tensors
     meter.total = passes * sum(item.length for _, item in all_items(catalog))
     checks = []
-    common = CommonState({}, None)
-    if location.kind != "safetensors":
+    common, of_format = CommonState({}, None), _OF_FORMAT[location.kind]
+    if of_format.has_pickles:
         try:
             common = read_common_state(files, catalog, trust_pickle)
         except (CorruptCheckpointError, UnsupportedCheckpointError) as error:
             checks.append(failed_check("common state", location.path, error))
-        if location.kind != "fsdp_dtensor":  # whose packing depends on it
-            try:
-                read_record(files)
-            except CorruptCheckpointError as error:
-                checks.append(failed_check("record", RECORD_FILE, error))
+    if of_format.reads_record:
+        try:
+            read_record(files)
+        except CorruptCheckpointError as error:
+            checks.append(failed_check("record", RECORD_FILE, error))
     checks.append(_place(location, common, names_newer, trust_pickle))
     checks += [check_tiling(catalog), check_planner(catalog), check_shards(catalog)]
-    if location.kind != "safetensors":
+    if of_format.has_pickles:
         checks.append(check_plans(files, trust_pickle))
     checks.append(_with_way_out(location, check_files(files, catalog)))
     checks.append(check_frames(files, catalog, trust_pickle))
@@ -101,7 +101,7 @@ def check_metadata(
         checks.append(check_metadata_json(files))
     if has_integrity:
         checks.append(check_integrity(files, content, meter))
-    return checks + _OF_FORMAT[location.kind](Opened(location, files, catalog, common, trust_pickle))
+    return checks + of_format.checks(Opened(location, files, catalog, common, trust_pickle))
 
 
 def _place(location: Location, common: CommonState, names_newer: bool, trust_pickle: bool) -> Check:
@@ -141,33 +141,37 @@ def _with_way_out(location: Location, check: Check) -> Check:
 
 def _torch_dist(opened: Opened) -> list[Check]:
     weights, problems = FORMATS["torch_dist"].weights(opened.catalog)
-    entries = check_entries(opened.location, opened.catalog, opened.common)
-    return [entries, *_torch_dist_optimizer(opened), *_model(opened, weights, problems)]
+    entries = check_torch_dist_entries(opened.location, opened.catalog, opened.common)
+    return [
+        entries,
+        *_torch_dist_optimizer(opened),
+        meaning.check_layers(weights, problems, opened.common),
+        meaning.check_experts(weights, opened.common),
+        check_settings("torch_dist", weights, opened.common),
+        check_counters(opened.files, opened.catalog, opened.common, opened.trust_pickle),
+    ]
+
+
+def fsdp_entries_and_keys(opened: Opened) -> tuple[Check, Check, Check, Check, Check]:
+    """Whether a strict load finds every key that it asks for: entries, layers, experts, states and groups."""
+    catalog, common = opened.catalog, opened.common
+    weights = FORMATS["fsdp_dtensor"].weights(catalog).found
+    return (
+        check_fsdp_entries(opened.location, catalog),
+        meaning.check_layers(weights, (), common, meaning.stage_numbers(catalog, common)),
+        meaning.check_experts(weights, common),
+        meaning.check_fsdp_states(catalog, common),
+        meaning.check_fsdp_groups(catalog),
+    )
 
 
 def _fsdp_dtensor(opened: Opened) -> list[Check]:
     files, catalog, common = opened.files, opened.catalog, opened.common
-    stages = meaning.stage_numbers(catalog, common)
+    entries, layers, experts, states, groups = fsdp_entries_and_keys(opened)
+    weights = FORMATS["fsdp_dtensor"].weights(catalog).found
     return [
-        check_entries(opened.location, catalog, common),
-        meaning.check_fsdp_states(catalog, common),
-        meaning.check_fsdp_groups(catalog),
-        meaning.check_packing(files, catalog, common),
-        *_model(opened, FORMATS["fsdp_dtensor"].weights(catalog).found, (), stages),
-    ]
-
-
-def _model(
-    opened: Opened,
-    weights: Sequence[Weight],
-    problems: Iterable[str],
-    stages: LocalNumbers | None = None,
-) -> list[Check]:
-    files, catalog, common = opened.files, opened.catalog, opened.common
-    return [
-        meaning.check_layers(weights, problems, common, stages),
-        meaning.check_experts(weights, common),
-        check_settings(opened.location.kind, weights, common),
+        *(entries, states, groups, meaning.check_packing(files, catalog, common), layers, experts),
+        check_settings("fsdp_dtensor", weights, common),
         check_counters(files, catalog, common, opened.trust_pickle),
     ]
 
@@ -185,19 +189,6 @@ def _state_dict(opened: Opened) -> list[Check]:
         checks += [meaning.check_layers(weights, [], common), meaning.check_experts(weights, common)]
         checks.append(check_counters(files, catalog, common, trust_pickle))
     return checks
-
-
-def _hugging_face(opened: Opened) -> list[Check]:
-    names = documents_of(opened.files.list())
-    return check_hf_folder(opened.files, without_frequencies(opened.catalog)[0], names)
-
-
-_OF_FORMAT: Mapping[CheckpointKind, Callable[[Opened], list[Check]]] = {
-    "torch_dist": _torch_dist,
-    "fsdp_dtensor": _fsdp_dtensor,
-    "dcp": _state_dict,
-    "safetensors": _hugging_face,
-}
 
 
 def _torch_dist_optimizer(opened: Opened) -> list[Check]:
@@ -221,6 +212,40 @@ def _torch_dist_optimizer(opened: Opened) -> list[Check]:
     return [states, *checks]
 
 
+class _OfFormat(NamedTuple):
+    """What is checked of a format besides what is of every checkpoint."""
+
+    checks: Callable[[Opened], list[Check]]
+    has_pickles: bool = True  # a common state, save plans
+    reads_record: bool = True  # on its own: of fsdp_dtensor the packing is checked with it
+    masters: Callable[[Catalog, int | None], Wanted | None] = lambda _catalog, _workers: (
+        None
+    )  # how to read them
+
+
+_OF_FORMAT: Mapping[CheckpointKind, _OfFormat] = {
+    "torch_dist": _OfFormat(
+        _torch_dist, masters=lambda _, workers: Wanted(unknown_keys=True, workers=workers)
+    ),
+    "fsdp_dtensor": _OfFormat(_fsdp_dtensor, reads_record=False),
+    "dcp": _OfFormat(
+        _state_dict,
+        masters=lambda catalog, _: (
+            Wanted("masters")
+            if any(optimizer.masters for optimizer in read_state_dict(catalog).optimizers)
+            else None
+        ),
+    ),
+    "safetensors": _OfFormat(
+        lambda opened: check_hf_folder(
+            opened.files, without_frequencies(opened.catalog)[0], documents_of(opened.files.list())
+        ),
+        has_pickles=False,
+        reads_record=False,
+    ),
+}
+
+
 def masters_check(
     location: Location,
     files: Files,
@@ -234,12 +259,9 @@ def masters_check(
 
     That is given what the scan has found (`Scanned.rounded`), and gives nothing where there cannot be any masters.
     """
-    if location.kind not in ("torch_dist", "dcp"):
+    wanted = _OF_FORMAT[location.kind].masters(catalog, model_workers)
+    if wanted is None:
         return lambda _: []
-    is_plain = location.kind == "dcp"
-    if is_plain and not any(one.masters for one in read_state_dict(catalog).optimizers):
-        return lambda _: []
-    wanted = Wanted("masters") if is_plain else Wanted(unknown_keys=True, workers=model_workers)
     try:
         common = read_common_state(files, catalog, trust_pickle)
         model = read_model(Opened(location, files, catalog, common, trust_pickle), wanted)
@@ -247,12 +269,12 @@ def masters_check(
     except NEVER_FINDINGS:
         raise
     except CkptError as error:
-        failed = _failed(error)
+        failed = _masters_failed(error)
         return lambda _: [failed]
     return lambda rounded: [_compared(files, model, targets, threads, workers, rounded)]
 
 
-def _failed(error: CkptError) -> Check:
+def _masters_failed(error: CkptError) -> Check:
     found = Findings("masters", "elements")
     found.error("optimizer", str(error))
     return found.done()
@@ -274,7 +296,7 @@ def _compared(
     except NEVER_FINDINGS:
         raise
     except CkptError as error:
-        return _failed(error)
+        return _masters_failed(error)
     found = Findings("masters", "elements")
     found.looked_at = report.elements
     for problem in problems:

@@ -24,7 +24,7 @@ from ckpt_tools.megatron.dcp.state_dict import StateDict, read_state_dict
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.fsdp_dtensor.parameters import packed_projections
 from ckpt_tools.megatron.fsdp_dtensor.read import SmallValues, read_fsdp_source
-from ckpt_tools.megatron.fsdp_dtensor.regroup import Relayout, build_relayout
+from ckpt_tools.megatron.fsdp_dtensor.write import Relayout, build_relayout
 from ckpt_tools.megatron.names import ModelStyle
 from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.megatron.run_state.record import TargetRecord, read_record

@@ -46,7 +46,12 @@ from ckpt_tools.megatron.dcp.write import build_dcp_target
 from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh, with_fresh_optimizer
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.fsdp_dtensor.write import FsdpTarget, build_fsdp_target, writer_tp
-from ckpt_tools.megatron.run_state.bridge import RUN_CONFIG, TRAIN_STATE, fsdp_run_config, train_state_file
+from ckpt_tools.megatron.run_state.common_state import (
+    RUN_CONFIG,
+    TRAIN_STATE,
+    fsdp_run_config,
+    train_state_file,
+)
 from ckpt_tools.megatron.run_state.record import TargetRecord
 from ckpt_tools.megatron.run_state.settings import refuse_tensor_parallel
 from ckpt_tools.megatron.vocab import VocabChange

@@ -20,7 +20,7 @@ from ckpt_tools.commands.job.report import Edits
 from ckpt_tools.commands.job.rewrite import edit
 from ckpt_tools.errors import CkptError, UnsupportedCheckpointError, UsageError, VerificationError
 from ckpt_tools.execute.move.source_reader import SourceReader, frame_reads, has_stores, store_ranges
-from ckpt_tools.execute.output.finished import is_written
+from ckpt_tools.execute.output.checks import is_written
 from ckpt_tools.execute.proof.payload_sums import Stored, check
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport
 from ckpt_tools.execute.write_job import METADATA

@@ -24,7 +24,7 @@ from ckpt_tools.commands.job.rewrite import edit, rewrite
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
 from ckpt_tools.megatron.format import FORMATS
-from ckpt_tools.megatron.fsdp_dtensor.stages import ISSUE, LocalNumbers, local_numbers, ranges
+from ckpt_tools.megatron.fsdp_dtensor.read import ISSUE, LocalNumbers, local_numbers, ranges
 from ckpt_tools.megatron.keys import (
     DECODER_LAYERS,
     GROUP_META,

@@ -24,8 +24,7 @@ from ckpt_tools.formats.safetensors import (
 from ckpt_tools.formats.storage.files import Files, path_in, read_whole
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.formats.untrusted_documents import DocumentError, parse_json
-from ckpt_tools.megatron.huggingface.families.families import FAMILIES
-from ckpt_tools.megatron.huggingface.families.rulefile import load_rule_file
+from ckpt_tools.megatron.huggingface.families.families import FAMILIES, load_rule_file
 from ckpt_tools.megatron.huggingface.mapping.rules import Family
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.dtypes import itemsize

@@ -37,7 +37,7 @@ from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, rehearse, 
 from ckpt_tools.formats.locate.detect import Location
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
-from ckpt_tools.megatron.run_state.bridge import RUN_CONFIG, TRAIN_STATE
+from ckpt_tools.megatron.run_state.common_state import RUN_CONFIG, TRAIN_STATE
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.choices import CheckLevel, Format, MegatronFormat
@@ -245,7 +245,7 @@ def _contradictions(opened: Opened, conversion: Conversion) -> tuple[str, ...]:
     if not opened.format.is_run or conversion.to == "hf" or conversion.edits is not None:
         return ()
     from ckpt_tools.verify.checkpoint.counters import check_counters
-    from ckpt_tools.verify.checkpoint.settings_fit import check_settings
+    from ckpt_tools.verify.readiness.model_rules import check_settings
 
     files, catalog, common = opened.files, opened.catalog, opened.common
     checks = (

@@ -123,6 +123,20 @@ def every_iteration(source: str) -> tuple[list[str], list[int]]:
     return [path_in(source, name) for name in whole], unfinished
 
 
+def last_iterations(source: str, count: int) -> list[str]:
+    """The folders of the last `count` finished iterations of a run's root, in their order.
+
+    Raises as `every_iteration`, and:
+        UsageError: there are fewer.
+    """
+    folders = [folder for folder in every_iteration(source)[0] if not folder.endswith(f"/{RELEASE}")]
+    if len(folders) < count:
+        raise UsageError(
+            f"--last {count}: {source} has only {len(folders)} finished iterations (`ls` lists them)"
+        )
+    return sorted(folders, key=lambda folder: int(folder.rpartition("_")[2]))[-count:]
+
+
 def is_being_written(source: str, number: int | None) -> bool:
     """Whether it is the newest of the run, and what is written last is not there: `.metadata` and the tracker."""
     with closing(open_files(source)) as files:

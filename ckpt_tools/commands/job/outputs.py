@@ -16,7 +16,7 @@ from ckpt_tools.formats.storage.files import Files, path_in
 from ckpt_tools.formats.torch_archive.item_reader import read_small_file
 from ckpt_tools.formats.torch_archive.object_writer import dump_archive
 from ckpt_tools.megatron.format import FORMATS
-from ckpt_tools.megatron.run_state.bridge import BRIDGE_FILES, LATEST_TRAIN_STATE, TRAIN_STATE
+from ckpt_tools.megatron.run_state.common_state import BRIDGE_FILES, LATEST_TRAIN_STATE, TRAIN_STATE
 from ckpt_tools.megatron.run_state.record import RECORD_FILE, TargetRecord, record_bytes
 from ckpt_tools.model.target import TargetObject
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.errors import UnsupportedCheckpointError, VerificationError, list_problems
-from ckpt_tools.execute.processes.team import Job, Result, Tick, can_fork, spread
+from ckpt_tools.execute.processes.team import Job, Result, Tick, can_fork, results_of, start_jobs
 from ckpt_tools.execute.proof.masters import compare_masters
 from ckpt_tools.execute.proof.prove_source import prove_payloads
 from ckpt_tools.execute.write_job import WriteOptions
@@ -101,7 +101,9 @@ def shared_by(workers: int | None) -> Share:
             tick(0)  # another process may have failed
             return work(job)
 
-        return spread(one, jobs, sizes=sizes, threads=_THREADS, workers=workers, tick=lambda _: None)
+        return results_of(
+            start_jobs(one, jobs, sizes=sizes, threads=_THREADS, workers=workers, tick=lambda _: None)
+        )
 
     return share
 

@@ -95,7 +95,7 @@ def summary(packed: Iterable[str]) -> str:
 def describe(job: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(title, text) lines of `TargetJob.as_json` for people."""
     sizes = [
-        f"{axis.upper()} {size['ranks']} ({size['source']})"
+        f"{axis.upper()} {size['ranks']}" + ("" if size["source"] == "the layout" else f" ({size['source']})")
         for axis, size in job["topology"].items()
         if size is not None
     ]
@@ -114,7 +114,7 @@ def _vocabulary(found: Mapping[str, Any]) -> str:
         return f"{rows} rows; a job that pads to another number needs --padded-vocab-size {rows}"
     named = ", ".join(map(str, sizes)) or "none"
     fits = (
-        f"what TP {named} pads to"
+        f"the padded size for TP {named}"
         if found["is_exact"]
         else f"a padded size of TP {named}, if the tokenizer agrees"
     )

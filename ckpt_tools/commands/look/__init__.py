@@ -2,7 +2,7 @@
 
 * `inspect`: what a checkpoint is and holds
 * `ls`: `ls`
-* `stats`: `stats`
+* `stats`: `stats`: the tensors of any checkpoint by parameter, layer and role
 * `stats_page`: its pictures: heat maps of layers, histograms
 * `pages`: HTML pages, and the one of `inspect`
 * `print_tensor`: `print-tensor`
@@ -11,5 +11,4 @@
 * `storage_reader`: any checkpoint as what `dcp.load` reads
 * `load_dtensors`: a running job's shards, straight from a checkpoint
 * `dcp_json`: `print-torch-dcp-in-json`
-* `named_tensors`: the tensors of any checkpoint by parameter, layer and role
 """

@@ -19,7 +19,8 @@ from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.formats.torch_archive.item_reader import StoredTensor, find_tensor, load_object
 from ckpt_tools.megatron.dcp.state_dict import is_group_map
-from ckpt_tools.model.catalog import Chunk, TensorEntry
+from ckpt_tools.model.catalog import TensorEntry
+from ckpt_tools.plain_data import plain
 
 SCHEMA_VERSION = 1
 MAP_FILE = "param_to_param_group_map.json"
@@ -84,21 +85,13 @@ def read_group_map(path: str, trust_pickle: bool = False) -> dict[str, int] | No
 
 
 def _describe_tensor(files: Files, entry: TensorEntry, values: bool) -> dict[str, Any]:
-    chunks = [_describe_chunk(chunk) for chunk in entry.chunks]
+    chunks = [
+        {**plain(box), "file": item.file, "offset": item.offset, "length": item.length}
+        for box, item in entry.chunks
+    ]
     described = {"dtype": entry.dtype, "shape": list(entry.shape), "chunks": chunks}
     if values and entry.numel == 1 and len(entry.chunks) == 1:
         tensor = find_tensor(files, entry.chunks[0].item)
         data = files.read(entry.chunks[0].item.file, tensor.payload_offset, tensor.nbytes)
         described["value"] = json_value(StoredTensor(tensor.dtype, (), data))
     return described
-
-
-def _describe_chunk(chunk: Chunk) -> dict[str, Any]:
-    box, item = chunk
-    return {
-        "start": list(box.start),
-        "size": list(box.size),
-        "file": item.file,
-        "offset": item.offset,
-        "length": item.length,
-    }

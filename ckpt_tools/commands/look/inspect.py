@@ -1,4 +1,4 @@
-"""`inspect`: what a checkpoint is and what it holds, told from its metadata and common state alone."""
+"""`inspect`: what a checkpoint is and what it holds, by its metadata and common state alone."""
 
 from __future__ import annotations
 
@@ -24,49 +24,25 @@ from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.choices import InspectBy
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.roles import Role
+from ckpt_tools.plain_data import plain
 
 SCHEMA_VERSION = 1
-BUCKETS = "flat buffers"
+_BUCKETS = "flat buffers"
 _RANK = re.compile(r"__(\d{1,9})_\d+\.distcp")
 
-PARALLEL_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "data_parallel_size",
-    "world_size",
-)
-KEY_ARGUMENTS = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "seq_length",
-    "max_position_embeddings",
-    "padded_vocab_size",
-    "vocab_size",
-    "num_experts",
-    "num_moe_experts",
-    "moe_layer_freq",
-    "mtp_num_layers",
-    "swiglu",
-    "gated_linear_unit",
-    "add_bias_linear",
-    "normalization",
-    "position_embedding_type",
-    "untie_embeddings_and_output_weights",
-    "share_embeddings_and_output_weights",
-    "transformer_impl",
-    "bf16",
-    "fp16",
-    "optimizer",
-    "use_distributed_optimizer",
-)
+_PARALLEL_SIZES = tuple(
+    f"{axis}_parallel_size"
+    for axis in (
+        "tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model", "expert_tensor", "data"
+    )
+)  # fmt: skip
+_KEY_ARGUMENTS = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "seq_length", "max_position_embeddings", "padded_vocab_size", "vocab_size", "num_experts", "num_moe_experts",
+    "moe_layer_freq", "mtp_num_layers", "swiglu", "gated_linear_unit", "add_bias_linear", "normalization",
+    "position_embedding_type", "untie_embeddings_and_output_weights", "share_embeddings_and_output_weights",
+    "transformer_impl", "bf16", "fp16", "optimizer", "use_distributed_optimizer",
+)  # fmt: skip
 
 
 class Total(NamedTuple):
@@ -134,7 +110,7 @@ class Inspection:
                 writer = _RANK.fullmatch(item.file)
                 yield writer[1] if writer else "", box.volume
             elif bucket_key(row.key):
-                yield BUCKETS, box.volume
+                yield _BUCKETS, box.volume
             elif stacked and box.volume:  # layers are the first axis
                 for i in range(box.size[0]):
                     of_layer = f"{name[: stacked[0]]}{box.start[0] + i}.{name[stacked[0] :]}"
@@ -180,14 +156,8 @@ class Inspection:
             "arguments": self.arguments,
             "parameters": self.parameters,
             "totals": [
-                {
-                    "role": role,
-                    "dtype": dtype,
-                    "tensors": t.tensors,
-                    "elements": t.elements,
-                    "bytes": t.nbytes,
-                }
-                for (role, dtype), t in self.totals.items()
+                {"role": role, "dtype": dtype, **plain(total, {"nbytes": "bytes"})}
+                for (role, dtype), total in self.totals.items()
             ],
             "tensor_count": len(self.catalog.tensors),
             "object_count": len(self.catalog.objects),
@@ -225,8 +195,8 @@ def inspect_checkpoint(
         iteration=location.iteration if location.iteration is not None else common.iteration,
         common_source=common.source,
         layout=FORMATS[location.kind].layout(catalog, common),
-        parallel_sizes=_known_arguments(common, PARALLEL_SIZES),
-        arguments=_known_arguments(common, KEY_ARGUMENTS),
+        parallel_sizes=_known_arguments(common, (*_PARALLEL_SIZES, "world_size")),
+        arguments=_known_arguments(common, _KEY_ARGUMENTS),
         rows=rows,
         totals=_totals(rows),
         patterns=tuple(keys),
@@ -250,11 +220,8 @@ def writer_generation(location: Location, catalog: Catalog, common: CommonState)
 def plain_writer(found: StateDict, common: CommonState) -> str:
     """Whose a plain state dict is, as far as its keys tell."""
     if is_megatron(found):
-        return (
-            "Megatron (torch_dcp)"
-            if common.arg("ckpt_format") == "torch_dcp"
-            else "PyTorch, of a Megatron model"
-        )
+        of_megatron = common.arg("ckpt_format") == "torch_dcp"
+        return "Megatron (torch_dcp)" if of_megatron else "PyTorch, of a Megatron model"
     if not found.weights:
         return "torch distributed checkpoint"
     if found.model.endswith("model.module."):

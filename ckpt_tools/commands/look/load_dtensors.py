@@ -57,7 +57,7 @@ def load_dtensors(
     Everything a parameter or an optimizer state gives is a DTensor on `mesh` of which this rank holds its own rows,
     on the mesh's device; buffers, Adam's steps and rng states are whole, plain tensors on the CPU. Shards may be
     uneven or empty: each DTensor carries the chunk that `torch.distributed.checkpoint` asks for, so `dcp.save` and
-    `dcp.load` work on the result as it is. No file is written, and but for making a mesh no rank waits for another:
+    `dcp.load` work on the result. No file is written, and but for making a mesh no rank waits for another:
     so a rank compares the stored checksums of the payloads that it reads whole (`check_source` of the options) and
     leaves out those of which it holds a part; `verify --content` compares all.
 

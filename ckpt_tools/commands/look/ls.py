@@ -39,7 +39,7 @@ _SIZES = {  # what training arguments call the axes
 
 @dataclass(frozen=True, slots=True)
 class IterationRow:
-    """One iteration folder. `state` is told from metadata and file sizes; `why` is empty where it is complete."""
+    """One iteration folder. `state` follows from metadata and file sizes; `why` is empty where it is complete."""
 
     name: str
     iteration: int | None
@@ -114,8 +114,8 @@ def list_run(root: AnyPath, trust_pickle: bool = False) -> RunListing:
         row = iteration_row(name, path_in(root, name), number, inside, trust_pickle, name == latest)
         rows.append(row)
     for name, (number, why) in unfinished.items():
-        begun = [n for file, n in sizes.items() if file.startswith(f"{name}/")]
-        rows.append(IterationRow(name, number, INCOMPLETE, why, sum(begun), len(begun)))
+        sizes_of = [n for file, n in sizes.items() if file.startswith(f"{name}/")]
+        rows.append(IterationRow(name, number, INCOMPLETE, why, sum(sizes_of), len(sizes_of)))
     return RunListing(root, tuple(rows), others_in(sizes, {*names, *unfinished}), latest, note)
 
 
@@ -160,7 +160,7 @@ def iteration_names(root: str) -> dict[str, int | None]:
 
 
 def others_in(sizes: dict[str, int], iterations: Collection[str]) -> dict[str, int]:
-    """Bytes of what lies in a root beside its iterations, by the first part of the name."""
+    """Bytes of what lies in a root next to its iterations, by the first part of the name."""
     others: dict[str, int] = {}
     for file, nbytes in sizes.items():
         first = file.partition("/")[0]
@@ -217,14 +217,14 @@ def topology_of(opened: Opened) -> dict[str, int]:
     record = read_record(opened.files)
     if record is not None:
         sizes = {axis: getattr(record, axis) for axis in AXES}
-        told = {axis: size.ranks for axis, size in sizes.items() if size is not None}
-        if told:
-            return told
+        recorded = {axis: size.ranks for axis, size in sizes.items() if size is not None}
+        if recorded:
+            return recorded
     try:
         common = read_common_state(opened.files, opened.catalog, opened.trust_pickle)
     except NEVER_FINDINGS:
         raise
-    except CkptError:  # it is `verify`'s affair
+    except CkptError:  # `verify` reports it
         return {}
     values = {axis: common.arg(name) for axis, name in _SIZES.items()}
     return {

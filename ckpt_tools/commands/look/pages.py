@@ -30,7 +30,7 @@ _STYLE = (
 
 
 def safe(text: str) -> str:
-    """Text inside an element or an attribute: no markup, and nothing that hides or turns what stands beside it."""
+    """Text inside an element or an attribute: no markup, and nothing that hides or turns the text next to it."""
     shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
     return escape_html(shown)
 
@@ -62,7 +62,7 @@ def table(columns: list[tuple[str, bool]], rows: list[list[str]], sick: frozense
     )
 
 
-_MOST_CHUNKS = 400_000  # in one page, some 12 MB; of tensors behind them only the number is told
+_MOST_CHUNKS = 400_000  # in one page, some 12 MB; of tensors behind them only the number is given
 _TREE_STYLE = (
     "details{margin:1px 0 1px 14px}summary{cursor:pointer;padding:2px 0;overflow-wrap:anywhere}"
     "summary small,.leaf small{color:#555}.leaf{margin:1px 0 1px 14px;padding:2px 0}"

@@ -1,4 +1,4 @@
-"""`print-tensor`: one stored tensor or object, or a part of it; nothing else is read."""
+"""`print-tensor`: a stored tensor or object, or a parameter of the model; only the part that is asked for is read."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 
 from ckpt_tools.close_names import close_names
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
+from ckpt_tools.commands.job.read_model import Wanted, read_model
 from ckpt_tools.commands.look.read_values import json_value
-from ckpt_tools.errors import MappingError, UsageError
+from ckpt_tools.errors import CkptError, MappingError, UsageError
 from ckpt_tools.execute.move.read_box import BoxReader
 from ckpt_tools.formats.storage.files import AnyPath, path_text
 from ckpt_tools.formats.torch_archive.item_reader import load_object
+from ckpt_tools.megatron.keys import one_expert
 from ckpt_tools.model.box import Box, full_box
-from ckpt_tools.model.catalog import TensorEntry
+from ckpt_tools.model.catalog import Catalog, Chunk
 from ckpt_tools.model.dtypes import CASTABLE, itemsize
 from ckpt_tools.model.kernels.casts import Array, raw_dtype
 from ckpt_tools.model.target import TargetTensor
@@ -62,45 +64,78 @@ def print_tensor(
     stats: bool = False,
     iteration: int | None = None,
     trust_pickle: bool = False,
+    role: str | None = None,
 ) -> Printed:
-    """The tensor or object stored under `key`.
+    """The tensor or object stored under `key`, or the parameter of that name (see `Checkpoint.parameters`).
 
     Args:
+        role: of a parameter, `exp_avg` for example; None: its master, else its weight.
         part: indices as numpy writes them, `0:2, :, 3`; None shows all of a tensor of up to 1,000 elements and the
             corner of a larger one.
         stats: count NaNs and so on over the whole tensor (or the part), tile by tile.
 
     Raises:
-        MappingError: there is no such key.
+        MappingError: there is no such key, no such parameter, or it has no such role.
         UsageError: `part` does not fit the shape.
     """
     source = path_text(source)
     with open_checkpoint(source, iteration, trust_pickle) as opened:
         if key in opened.catalog.objects:
-            if part is not None or stats:
-                raise UsageError(f"{key} is an object, not a tensor; --slice and --stats do not apply")
+            if part is not None:
+                raise UsageError(f"{key} is an object, not a tensor; --slice does not apply")
             value = load_object(opened.files, opened.catalog.objects[key].item, trust_pickle)
             return Printed(opened.location.path, key, None, values=json_value(value))
         entry = opened.catalog.tensors.get(key)
-        if entry is None:
-            raise MappingError(_no_such_key(key, [*opened.catalog.tensors, *opened.catalog.objects]))
-        return _printed(opened, entry, part, stats)
+        if entry is None or role is not None:
+            target, catalog = _parameter(opened, key, role)
+            return _printed(opened, catalog, target, (), part, stats)
+        target = TargetTensor(key, entry.dtype, entry.shape, (Source(key),))
+        return _printed(opened, opened.catalog, target, entry.chunks, part, stats)
 
 
-def _printed(opened: Opened, entry: TensorEntry, part: str | None, stats: bool) -> Printed:
-    box, indexed = (_corner(entry.shape), ()) if part is None else parse_slice(part, entry.shape)
-    over = full_box(entry.shape) if part is None else box
-    reader = BoxReader(opened.files, opened.catalog)
+def _parameter(opened: Opened, name: str, role: str | None) -> tuple[TargetTensor, Catalog]:
+    """A value of a parameter of the model, and the catalog that has its sources."""
+    keys = [*opened.catalog.tensors, *opened.catalog.objects]
     try:
-        read = reader.tensor(TargetTensor(entry.key, entry.dtype, entry.shape, (Source(entry.key),)))
-        values = to_numbers(read(box), entry.dtype).squeeze(indexed).tolist()
-        statistics: Mapping[str, Any] = {}
-        if stats:
-            statistics = _statistics(read, over, entry.dtype)
+        model = read_model(opened, Wanted(unknown_keys=True))
+    except CkptError:
+        raise MappingError(_no_such_key(name, keys)) from None
+    by_name = {one_expert(p.name, p.expert): p for p in model.parameters}
+    parameter = by_name.get(name)
+    if parameter is None:
+        raise MappingError(_no_such_key(name, [*keys, *by_name]))
+    values = parameter.values
+    wanted = role or ("master" if "master" in values else "weight")
+    value = values.get(wanted)
+    if value is None:
+        raise MappingError(f"{name} has no {wanted}, only {', '.join(values)}")
+    target = TargetTensor(
+        f"{name} ({wanted})", value.dtype, value.shape, value.sources, zero_filled=value.zero_filled
+    )
+    return target, model.catalog
+
+
+def _printed(
+    opened: Opened,
+    catalog: Catalog,
+    target: TargetTensor,
+    chunks: Sequence[Chunk],
+    part: str | None,
+    stats: bool,
+) -> Printed:
+    box, indexed = (_corner(target.shape), ()) if part is None else parse_slice(part, target.shape)
+    over = full_box(target.shape) if part is None else box
+    reader = BoxReader(opened.files, catalog)
+    try:
+        read = reader.tensor(target)
+        values = to_numbers(read(box), target.dtype).squeeze(indexed).tolist()
+        statistics = _statistics(read, over, target.dtype) if stats else {}
     finally:
         reader.close()
-    chunks = tuple((chunk.box, chunk.item.file) for chunk in entry.chunks)
-    return Printed(opened.location.path, entry.key, entry.dtype, entry.shape, box, values, chunks, statistics)
+    stored = tuple((chunk.box, chunk.item.file) for chunk in chunks)
+    return Printed(
+        opened.location.path, target.key, target.dtype, target.shape, box, values, stored, statistics
+    )
 
 
 def to_numbers(values: Array, dtype: str) -> Array:

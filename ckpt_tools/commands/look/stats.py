@@ -2,6 +2,9 @@
 
 One pass over the tensors, tile by tile; every sum is taken in float64. Two checkpoints are compared under the names
 of parameters where both have them, so their formats, topologies and optimizer layouts need not be the same.
+Where a reader makes a `Model` of the checkpoint, tensors are its values: one a parameter, layer, expert and role,
+also where a file holds all layers in one tensor or an optimizer holds everything in flat buffers. Of other
+checkpoints, and of those that no model can be made of, tensors are the stored ones under their keys.
 """
 
 from __future__ import annotations
@@ -11,33 +14,151 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, Generic
 
 from ckpt_tools.close_names import unmatched_lines
-from ckpt_tools.commands.check.sides import by_export, by_keys, holds_megatron, under_one_spelling
+from ckpt_tools.commands.check.sides import HUGGINGFACE, DiffRequest, under_one_naming
+from ckpt_tools.commands.huggingface.folder import CONFIG, read_config
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
-from ckpt_tools.commands.look.named_tensors import (
-    KEYS,
-    NamedTensor,
-    NamedTensors,
-    in_layer_order,
-    named_tensors,
-)
-from ckpt_tools.commands.look.read_values import json_value
-from ckpt_tools.errors import UsageError, list_problems
+from ckpt_tools.commands.job.read_model import READ, Wanted, read_model
+from ckpt_tools.errors import NEVER_FINDINGS, CkptError, UsageError, list_problems
 from ckpt_tools.formats.storage.files import AnyPath, path_text
-from ckpt_tools.megatron.keys import part_of
+from ckpt_tools.megatron.format import FORMATS
+from ckpt_tools.megatron.huggingface.quantization.quantized import SETTINGS, dequantized
+from ckpt_tools.megatron.keys import Part, one_expert, part_of
+from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.choices import StatsBy
 from ckpt_tools.model.dtypes import itemsize
+from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER, WEIGHT
 from ckpt_tools.model.target import TargetTensor
-from ckpt_tools.verify.compare.differences import Side
-from ckpt_tools.verify.content.measure import Place, changes, statistics
-from ckpt_tools.verify.content.values import Change, Statistics
+from ckpt_tools.model.views import Source
+from ckpt_tools.plain_data import plain
+from ckpt_tools.verify.compare.differences import DiffOptions, Side
+from ckpt_tools.verify.content.values import AnySums, Change, Place, Statistics, measured
 from ckpt_tools.verify.report import Meter
 
+KEYS, PARAMETERS = "keys", "parameters"
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTensor:
+    """One value of a parameter, or a stored tensor; `tensor` reads it."""
+
+    name: str
+    part: Part
+    role: str
+    tensor: TargetTensor
+    expert: int | None = None
+    keys: tuple[str, ...] = ()  # of the stored tensors that it is read from
+
+    @property
+    def title(self) -> str:
+        """The name, with the expert's number."""
+        return one_expert(self.name, self.expert)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTensors:
+    """All tensors of a checkpoint under one kind of name, layer by layer; `catalog` has what they are read from."""
+
+    by: str
+    catalog: Catalog
+    tensors: tuple[NamedTensor, ...]
+    notes: tuple[str, ...] = ()
+
+
+def named_tensors(opened: Opened, by: str = "auto", workers: int | None = 1) -> NamedTensors:
+    """The tensors by `parameters`, by `keys`, or by the first of them that the checkpoint can be read by.
+
+    `workers` as those of `Wanted`.
+    """
+    kind = opened.location.kind
+    if by == PARAMETERS and kind not in READ:
+        raise UsageError(
+            f"--by parameters: {opened.location.path} is {kind}, which names tensors by keys alone"
+        )
+    if by == KEYS or kind not in READ:
+        return _by_keys(opened)
+    try:
+        model = read_model(opened, Wanted(unknown_keys=True, workers=workers))
+    except NEVER_FINDINGS:
+        raise
+    except CkptError as error:
+        if by == PARAMETERS:
+            raise
+        found = _by_keys(opened)
+        first = str(error).partition("\n")[0]
+        return replace(
+            found, notes=(*found.notes, f"tensors are those that are stored, not parameters: {first}")
+        )
+    notes = (*model.notes, *([model.unread] if model.unread else []))
+    return NamedTensors(PARAMETERS, model.catalog, in_layer_order(_values(model)), notes)
+
+
+def in_layer_order(tensors: Iterable[NamedTensor]) -> tuple[NamedTensor, ...]:
+    """Layer by layer, blocks and what is in a layer as they come first."""
+    tensors = tuple(tensors)
+    blocks = {block: i for i, block in enumerate(dict.fromkeys(t.part.block for t in tensors))}
+    leaves = {leaf: i for i, leaf in enumerate(dict.fromkeys((t.part.block, t.part.leaf) for t in tensors))}
+
+    def place(t: NamedTensor) -> tuple[int, int, int, int]:
+        layer = -1 if t.part.layer is None else t.part.layer
+        return (
+            blocks[t.part.block],
+            layer,
+            leaves[t.part.block, t.part.leaf],
+            -1 if t.expert is None else t.expert,
+        )
+
+    return tuple(sorted(tensors, key=place))
+
+
+def _values(model: Model) -> Iterator[NamedTensor]:
+    for parameter in model.parameters:
+        part = part_of(parameter.name)
+        for role, value in parameter.values.items():
+            tensor = TargetTensor(
+                parameter.name, value.dtype, value.shape, value.sources, zero_filled=value.zero_filled
+            )
+            stored = [key for source in value.sources for key in model.catalog.stored_keys(source.key)]
+            keys = tuple(dict.fromkeys(stored))
+            yield NamedTensor(parameter.name, part, role, tensor, parameter.expert, keys)
+
+
+def _by_keys(opened: Opened) -> NamedTensors:
+    catalog, left_out, notes = _plain(opened)
+    of = FORMATS[opened.location.kind]
+    roles, parameters = of.roles(catalog), of.parameters(catalog)
+
+    def named(key: str, entry: TensorEntry) -> NamedTensor:
+        tensor = TargetTensor(key, entry.dtype, entry.shape, (Source(key),))
+        keys = tuple(dict.fromkeys(catalog.stored_keys(key)))
+        return NamedTensor(key, part_of(parameters.get(key, key)), roles[key], tensor, keys=keys)
+
+    found = (named(key, entry) for key, entry in catalog.tensors.items() if key not in left_out)
+    return NamedTensors(KEYS, catalog, in_layer_order(found), notes)
+
+
+def _plain(opened: Opened) -> tuple[Catalog, frozenset[str], tuple[str, ...]]:
+    """The catalog, with what a quantized Hugging Face model's codes and scales stand for in their place."""
+    catalog, nothing = opened.catalog, frozenset[str]()
+    if opened.location.kind != "safetensors" or not opened.files.exists(CONFIG):
+        return catalog, nothing, ()
+    try:
+        config = read_config(opened.location.path)
+        if SETTINGS not in config:
+            return catalog, nothing, ()
+        plain = dequantized(catalog, config, opened.files)
+    except NEVER_FINDINGS:
+        raise
+    except CkptError as error:
+        first = str(error).partition("\n")[0]
+        return catalog, nothing, (f"codes and scales are shown as they are stored: {first}",)
+    return plain.catalog, plain.parts, plain.notes
+
+
 Progress = Callable[[int, int], None]
-AnySums = TypeVar("AnySums", Statistics, Change)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,38 +177,55 @@ class StatsOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorStatistics:
-    """One tensor and what its values are like."""
+class Measured(Generic[AnySums]):
+    """A tensor, and what its values are like or how they have moved from A to B."""
 
     named: NamedTensor
-    found: Statistics
+    found: AnySums
+
+
+class _Sums(Generic[AnySums]):
+    """The sums of all tensors, in the order of layers."""
+
+    __slots__ = ()
+    tensors: tuple[Measured[AnySums], ...]
+
+    def layers(self) -> dict[tuple[str, str], AnySums]:
+        """The sums of each (layer, role); layer "" is what is outside of layers."""
+        return joined(((t.named.part.label, t.named.role), t.found) for t in self.tensors)
+
+    def roles(self) -> dict[str, AnySums]:
+        """The sums of each role."""
+        return joined((t.named.role, t.found) for t in self.tensors)
+
+    def _lists(self) -> dict[str, Any]:
+        """Sums of roles, layers and tensors in JSON's types; infinities become text."""
+        return {
+            "roles": [{"role": role, **plain(sums.summary())} for role, sums in self.roles().items()],
+            "layers": [
+                {"layer": layer or None, "role": role, **plain(sums.summary())}
+                for (layer, role), sums in self.layers().items()
+            ],
+            "tensors": [{**_described(t.named), **plain(t.found.summary())} for t in self.tensors],
+        }
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointStatistics:
-    """What `stats` found in one checkpoint, layer by layer."""
+class CheckpointStatistics(_Sums[Statistics]):
+    """What `stats` found in one checkpoint."""
 
     checkpoint: str
     kind: str
     by: str
-    tensors: tuple[TensorStatistics, ...]
+    tensors: tuple[Measured[Statistics], ...]
     notes: tuple[str, ...] = ()
     chosen: bool = False  # only some tensors were asked for
 
-    def layers(self) -> dict[tuple[str, str], Statistics]:
-        """The sums of each (layer, role); layer "" is what stands outside of layers."""
-        return _joined(((t.named.part.label, t.named.role), t.found) for t in self.tensors)
-
-    def roles(self) -> dict[str, Statistics]:
-        """The sums of each role."""
-        return _joined((t.named.role, t.found) for t in self.tensors)
-
-    def sick(self) -> Iterator[TensorStatistics]:
+    def nonfinite(self) -> list[Measured[Statistics]]:
         """The tensors that hold a NaN or an infinity."""
-        return (t for t in self.tensors if t.found.census.nans or t.found.census.infinities)
+        return [t for t in self.tensors if not t.found.census.are_finite]
 
     def as_json(self) -> dict[str, Any]:
-        """In JSON's types; infinities become text."""
         return {
             "schema_version": 1,
             "checkpoint": self.checkpoint,
@@ -95,52 +233,31 @@ class CheckpointStatistics:
             "by": self.by,
             "sums": "float64",
             "notes": list(self.notes),
-            "roles": [{"role": role, **_numbers(f)} for role, f in self.roles().items()],
-            "layers": [
-                {"layer": layer or None, "role": role, **_numbers(found)}
-                for (layer, role), found in self.layers().items()
-            ],
-            "tensors": [{**_described(t.named), **_numbers(t.found)} for t in self.tensors],
+            **self._lists(),
         }
 
 
 @dataclass(frozen=True, slots=True)
-class TensorChange:
-    """One tensor of two checkpoints and how it has moved from the first to the second."""
-
-    named: NamedTensor
-    found: Change
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointChange:
+class CheckpointChange(_Sums[Change]):
     """What `stats` found between two checkpoints."""
 
     a: str
     b: str
     by: str
-    tensors: tuple[TensorChange, ...]
+    tensors: tuple[Measured[Change], ...]
     only_in_a: tuple[str, ...]
     only_in_b: tuple[str, ...]
     reshaped: tuple[str, ...]  # have another shape in B, and are not compared
     notes: tuple[str, ...] = ()
     chosen: bool = False
 
-    def layers(self) -> dict[tuple[str, str], Change]:
-        """The sums of each (layer, role)."""
-        return _joined(((t.named.part.label, t.named.role), t.found) for t in self.tensors)
-
-    def roles(self) -> dict[str, Change]:
-        """The sums of each role."""
-        return _joined((t.named.role, t.found) for t in self.tensors)
-
-    def sick(self) -> Iterator[TensorChange]:
+    def nonfinite(self) -> list[Measured[Change]]:
         """The tensors that hold a NaN or an infinity in A or B; first those where the other has something else."""
         held = [t for t in self.tensors if t.found.left_out]
-        return iter(sorted(held, key=lambda t: not t.found.left_out_changed))
+        return sorted(held, key=lambda t: not t.found.left_out_changed)
 
     def left_out(self) -> tuple[str, ...]:
-        """A line on what the sums do not tell, or none where they tell all."""
+        """A line on elements that the sums leave out, or none if they leave out nothing."""
         elements = sum(t.found.elements for t in self.tensors)
         count = sum(t.found.left_out for t in self.tensors)
         changed = sum(t.found.left_out_changed for t in self.tensors)
@@ -152,7 +269,6 @@ class CheckpointChange:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """In JSON's types; infinities become text."""
         return {
             "schema_version": 2,
             "a": self.a,
@@ -163,19 +279,14 @@ class CheckpointChange:
             "only_in_a": list(self.only_in_a),
             "only_in_b": list(self.only_in_b),
             "reshaped": list(self.reshaped),
-            "roles": [{"role": role, **_numbers(f)} for role, f in self.roles().items()],
-            "layers": [
-                {"layer": layer or None, "role": role, **_numbers(found)}
-                for (layer, role), found in self.layers().items()
-            ],
-            "tensors": [{**_described(t.named), **_numbers(t.found)} for t in self.tensors],
+            **self._lists(),
         }
 
 
 def checkpoint_statistics(
     source: AnyPath, options: StatsOptions | None = None, progress: Progress = lambda _done, _total: None
 ) -> CheckpointStatistics:
-    """What the values of the checkpoint at `source` are like; `progress` is told (bytes done, in all).
+    """What the values of the checkpoint at `source` are like; `progress` gets (bytes done, in all).
 
     Raises:
         UsageError: a glob or a role that matches nothing.
@@ -186,10 +297,9 @@ def checkpoint_statistics(
     with open_checkpoint(source, options.iteration, options.trust_pickle) as opened:
         named = named_tensors(opened, options.by, options.workers)
         chosen = _chosen(named.tensors, options)
-        found = statistics(
-            Place(opened.files, named.catalog),
-            [t.tensor for t in chosen],
-            histogram=options.histogram,
+        found = measured(
+            lambda: Statistics(options.histogram),
+            (Place(opened.files, named.catalog), [t.tensor for t in chosen]),
             threads=options.threads,
             workers=options.workers,
             tick=_meter(progress, chosen),
@@ -199,7 +309,7 @@ def checkpoint_statistics(
         opened.location.path,
         opened.location.kind,
         named.by,
-        tuple(TensorStatistics(*pair) for pair in pairs),
+        tuple(Measured(*pair) for pair in pairs),
         named.notes,
         bool(options.keys or options.layers),
     )
@@ -211,7 +321,7 @@ def checkpoint_change(
     options: StatsOptions | None = None,
     progress: Progress = lambda _done, _total: None,
 ) -> CheckpointChange:
-    """How the values at `a` have moved at `b`; `progress` is told (bytes done, in all).
+    """How the values at `a` have moved at `b`; `progress` gets (bytes done, in all).
 
     Raises:
         UsageError: a glob or a role that matches nothing, or checkpoints without a name in common.
@@ -229,24 +339,25 @@ def checkpoint_change(
         wanted = _chosen(in_layer_order({**chosen[1], **chosen[0]}.values()), options)
         both = [t for t in wanted if all(_identity(t) in side for side in chosen)]
         pairs = [(t, chosen[1][_identity(t)]) for t in both]
-        alike = [(x, y) for x, y in pairs if x.tensor.shape == y.tensor.shape]
-        if not alike:
+        same_shape = [(x, y) for x, y in pairs if x.tensor.shape == y.tensor.shape]
+        if not same_shape:
             raise UsageError(
                 f"{first.location.path} and {second.location.path} have no tensor of one name, role and shape; "
                 "`inspect --keys` shows what each is called"
             )
-        found = changes(
-            (Place(first.files, sides[0].catalog), Place(second.files, sides[1].catalog)),
-            [(x.tensor, y.tensor) for x, y in alike],
+        found = measured(
+            Change,
+            (Place(first.files, sides[0].catalog), [x.tensor for x, _ in same_shape]),
+            (Place(second.files, sides[1].catalog), [y.tensor for _, y in same_shape]),
             threads=options.threads,
             workers=options.workers,
-            tick=_meter(progress, [t for pair in alike for t in pair]),
+            tick=_meter(progress, [t for pair in same_shape for t in pair]),
         )
     return CheckpointChange(
         first.location.path,
         second.location.path,
         sides[0].by,
-        tuple(TensorChange(x, change) for (x, _), change in zip(alike, found, strict=True)),
+        tuple(Measured(x, change) for (x, _), change in zip(same_shape, found, strict=True)),
         _absent(wanted, chosen[0], chosen[1]),
         _absent(wanted, chosen[1], chosen[0]),
         tuple(_spoken(x) for x, y in pairs if x.tensor.shape != y.tensor.shape),
@@ -259,17 +370,11 @@ def _under_one_kind_of_name(a: Opened, b: Opened, options: StatsOptions) -> tupl
     """Both by parameters, by keys, or a Megatron checkpoint as its export to the other, a Hugging Face model."""
     kinds = {a.location.kind, b.location.kind}
     if options.by == "auto" and "safetensors" in kinds and len(kinds) == 2:
-        if holds_megatron(a) and holds_megatron(b):
-            sides, notes = by_export(a, b)
-            role = WEIGHT
-        else:
-            sides, notes = under_one_spelling((by_keys(a), by_keys(b)))
-            role = None
-        return _named(sides[0], tuple(notes), role), _named(sides[1], tuple(notes), role)
-    first, second = (named_tensors(side, options.by, options.workers) for side in (a, b))
-    if first.by != second.by:
-        first, second = named_tensors(a, KEYS), named_tensors(b, KEYS)
-    return first, second
+        by, (first, second), notes, _ = under_one_naming(a, b, DiffRequest(), DiffOptions())
+        role = WEIGHT if by == HUGGINGFACE else None
+        return _named(first, tuple(notes), role), _named(second, tuple(notes), role)
+    left, right = (named_tensors(side, options.by, options.workers) for side in (a, b))
+    return (left, right) if left.by == right.by else (named_tensors(a, KEYS), named_tensors(b, KEYS))
 
 
 _Side = dict[tuple[str, int | None, str], NamedTensor]
@@ -317,19 +422,18 @@ def _chosen(tensors: Sequence[NamedTensor], options: StatsOptions) -> list[Named
         for number in options.layers
         if number not in numbers
     ]
-    found = [t for t in tensors if _is_chosen(t, options)]
-    if not wrong and not found:
+    chosen = [
+        t
+        for t in tensors
+        if (not options.keys or any(fnmatchcase(n, glob) for glob in options.keys for n in (t.name, *t.keys)))
+        and (not options.layers or t.part.layer in options.layers)
+        and (not options.roles or t.role in options.roles)
+    ]
+    if not wrong and not chosen:
         wrong = ["the checkpoint holds no tensor that is asked for"]
     if wrong:
         raise UsageError(f"nothing to measure:\n{list_problems(wrong)}", wrong)
-    return found
-
-
-def _is_chosen(tensor: NamedTensor, options: StatsOptions) -> bool:
-    names = (tensor.name, *tensor.keys)
-    by_name = not options.keys or any(fnmatchcase(name, glob) for glob in options.keys for name in names)
-    by_layer = not options.layers or tensor.part.layer in options.layers
-    return by_name and by_layer and (not options.roles or tensor.role in options.roles)
+    return chosen
 
 
 def _meter(progress: Progress, tensors: Iterable[NamedTensor]) -> Meter:
@@ -352,7 +456,7 @@ def _absent(
     return tuple(_spoken(t) for t in wanted if _identity(t) in here and _identity(t) not in there)
 
 
-def _joined(pairs: Iterable[tuple[Any, AnySums]]) -> dict[Any, AnySums]:
+def joined(pairs: Iterable[tuple[Any, AnySums]]) -> dict[Any, AnySums]:
     """The sums under each name, in order of first use."""
     sums: dict[Any, AnySums] = {}
     for name, found in pairs:
@@ -372,10 +476,3 @@ def _described(named: NamedTensor) -> dict[str, Any]:
         "shape": list(named.tensor.shape),
         "keys": list(named.keys),
     }
-
-
-def _numbers(found: Statistics | Change) -> dict[str, Any]:
-    numbers: dict[str, Any] = json_value(found.summary())
-    if isinstance(found, Statistics) and found.exponents is not None:
-        numbers["histogram"] = [list(pair) for pair in found.histogram()]
-    return numbers

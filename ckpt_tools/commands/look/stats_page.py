@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ckpt_tools.commands.look.named_tensors import NamedTensor
 from ckpt_tools.commands.look.pages import page, safe, table
-from ckpt_tools.commands.look.stats import CheckpointChange, CheckpointStatistics
-from ckpt_tools.verify.content.values import Change, Statistics
+from ckpt_tools.commands.look.stats import CheckpointChange, CheckpointStatistics, Measured, joined
+from ckpt_tools.verify.content.values import AnySums, Change, Statistics
 
 WIDTH, LEFT, RIGHT, TOP = 1200, 330, 12, 84
 ROW = 17.0
@@ -48,7 +47,7 @@ def _strip_svg(
     below: str,  # more SVG, drawn from (0, 0) on under the strip
     below_height: float,
 ) -> str:
-    """A strip as one SVG document: `columns` are layers in order, "" is what stands outside of layers."""
+    """A strip as one SVG document: `columns` are layers in order, "" is what is outside of layers."""
     bottom = TOP + ROW * len(rows)
     step = (WIDTH - LEFT - RIGHT) / max(len(columns), 1)
     x = {column: LEFT + i * min(step, 40.0) for i, column in enumerate(columns)}
@@ -165,7 +164,7 @@ _STYLE = (
 
 def norms_svg(found: CheckpointStatistics) -> str:
     """The strip of norms with a histogram for every role below it, as one SVG document."""
-    rows = _rows([(t.named, t.found) for t in found.tensors], Statistics.empty, _norm_cells)
+    rows = _rows(found.tensors, _norm_cells)
     roles = [(role, f.histogram()) for role, f in found.roles().items()]
     below, height = _histograms(roles)
     return _strip_svg(
@@ -186,35 +185,43 @@ def norms_svg(found: CheckpointStatistics) -> str:
 
 
 def norms_html(found: CheckpointStatistics) -> str:
-    """A page with the strip, what is sick, histograms of every kind of tensor, and all numbers."""
-    sick = list(found.sick())
-    said = (
-        f"{len(sick):,} of {len(found.tensors):,} tensors hold NaN or infinity."
-        if sick
+    """A page with the strip, what is not finite, histograms of every kind of tensor, and all numbers."""
+    wrong = found.nonfinite()
+    verdict = (
+        f"{len(wrong):,} of {len(found.tensors):,} tensors hold NaN or infinity."
+        if wrong
         else f"No NaN and no infinity in {len(found.tensors):,} tensors."
     )
-    shown = [*sick, *(t for t in found.tensors if not (t.found.census.nans or t.found.census.infinities))]
-    rows = [_numbers_row(t.named, t.found) for t in shown[:_MOST_ROWS]]
-    more = len(shown) - len(rows)
-    kinds = _kinds((t.named, t.found) for t in found.tensors)
-    body = (
-        f"<h1>{safe(_name(found.checkpoint))}</h1><p><b>{said}</b> {safe(found.checkpoint)}, {safe(found.kind)}, "
-        f"by {safe(found.by)}. All sums were taken in float64, over the finite elements.</p>{_notes(found.notes)}"
-        f'<div class="scroll">{norms_svg(found)}</div>{_figures(kinds)}'
-        f"<h2>Numbers</h2>{table(_NUMBERS, rows, frozenset(range(min(len(sick), len(rows)))))}"
-        f"{f'<p>and {more:,} tensors more; --json has all.</p>' if more else ''}"
+    kinds = joined(((t.named.role, f"{f'{t.named.part.block}.*.' if t.named.part.block else ''}{t.named.part.leaf}"),
+                    t.found) for t in found.tensors)  # fmt: skip
+    return _page(
+        _name(found.checkpoint),
+        f"<p><b>{verdict}</b> {safe(found.checkpoint)}, {safe(found.kind)}, by {safe(found.by)}. "
+        f"All sums were taken in float64, over the finite elements.</p>{_notes(found.notes)}"
+        f'<div class="scroll">{norms_svg(found)}</div>{_figures(kinds)}<h2>Numbers</h2>',
+        _NUMBERS,
+        [_numbers_row(t) for t in (*wrong, *(t for t in found.tensors if t.found.census.are_finite))],
+        len(wrong),
     )
-    return page(f"stats: {_name(found.checkpoint)}", body, _STYLE)
 
 
-def _alike(low: float, high: float) -> bool:
+def _page(title: str, body: str, columns: list[tuple[str, bool]], rows: list[list[str]], red: int) -> str:
+    """A page that ends with a table, whose first `red` rows are red and of which only so many rows are shown."""
+    shown = rows[:_MOST_ROWS]
+    more = len(rows) - len(shown)
+    end = f"<p>and {more:,} tensors more; --json has all.</p>" if more else ""
+    numbers = table(columns, shown, frozenset(range(min(red, len(shown)))))
+    return page(f"stats: {title}", f"<h1>{safe(title)}</h1>{body}{numbers}{end}", _STYLE)
+
+
+def _look_same(low: float, high: float) -> bool:
     """Whether a reader of two digits sees one number, so that colours must not tell them apart either."""
     return f"{low:.2g}" == f"{high:.2g}"
 
 
 def _scale_legend(low: float, high: float, unit: str) -> list[tuple[str, str]]:
-    """The legend of a logarithmic scale: one entry where all changes are alike."""
-    if _alike(low, high):
+    """The legend of a logarithmic scale: one entry if all changes look the same."""
+    if _look_same(low, high):
         return [(growing(0.5), f"{low:.2g}{unit}")]
     parts = ((0.0, low), (0.5, math.sqrt(low * high)), (1.0, high))
     return [(growing(part), f"{value:.2g}{unit}") for part, value in parts]
@@ -222,8 +229,7 @@ def _scale_legend(low: float, high: float, unit: str) -> list[tuple[str, str]]:
 
 def change_svg(found: CheckpointChange, of: str = "relative") -> str:
     """The heat map of relative changes (`relative`) or of angles (`cosine`), as one SVG document."""
-    tensors = [(t.named, t.found) for t in found.tensors]
-    scale = _LogScale(_relative if of == "relative" else _angle, tensors)
+    scale = _LogScale(_angle if of == "cosine" else lambda change: change.relative, found.tensors)
     what = "relative change |B - A| / |A|" if of == "relative" else "angle between A and B"
     unit = "" if of == "relative" else " degrees"
     low, high = scale.ends
@@ -231,8 +237,8 @@ def change_svg(found: CheckpointChange, of: str = "relative") -> str:
     return _strip_svg(
         f"{_name(found.a)} to {_name(found.b)}: {what}",
         "one column per layer; the scale is logarithmic, from the smallest to the largest of the map",
-        list(dict.fromkeys(named.part.label for named, _ in tensors)),
-        _rows(tensors, Change.empty, scale.cells),
+        list(dict.fromkeys(t.named.part.label for t in found.tensors)),
+        _rows(found.tensors, scale.cells),
         (
             (EMPTY, "no change"),
             *_scale_legend(low, high, unit),
@@ -245,30 +251,28 @@ def change_svg(found: CheckpointChange, of: str = "relative") -> str:
 
 def change_html(found: CheckpointChange) -> str:
     """A page with both heat maps and all numbers, the largest change first."""
-    sick = list(found.sick())
+    wrong = found.nonfinite()
     moved = sorted(
         (t for t in found.tensors if not t.found.left_out),
         key=lambda t: -math.inf if t.found.relative is None else -t.found.relative,
     )
-    order = [*sick, *moved]
-    rows = [_change_row(t.named, t.found) for t in order[:_MOST_ROWS]]
-    more = len(order) - len(rows)
     alone = [
         f"{len(names):,} only in {side}"
         for side, names in (("A", found.only_in_a), ("B", found.only_in_b))
         if names
     ]
-    body = (
-        f"<h1>{safe(_name(found.a))} to {safe(_name(found.b))}</h1><p>A: {safe(found.a)}<br>B: {safe(found.b)}</p>"
+    return _page(
+        f"{_name(found.a)} to {_name(found.b)}",
+        f"<p>A: {safe(found.a)}<br>B: {safe(found.b)}</p>"
         f"<p>{len(found.tensors):,} tensors by {safe(found.by)}{''.join(f', {one}' for one in alone)}. All sums were "
         f"taken in float64, over the elements that are finite in both.</p>"
         f"{''.join(f'<p><b>{safe(line)}.</b></p>' for line in found.left_out())}{_notes(found.notes)}"
         f'<div class="scroll">{change_svg(found)}</div><div class="scroll">{change_svg(found, "cosine")}</div>'
-        f"<h2>Numbers, {'NaN and Inf, then ' if sick else ''}the largest change first</h2>"
-        f"{table(_CHANGES, rows, frozenset(range(min(len(sick), len(rows)))))}"
-        f"{f'<p>and {more:,} tensors more; --json has all.</p>' if more else ''}"
+        f"<h2>Numbers, {'NaN and Inf, then ' if wrong else ''}the largest change first</h2>",
+        _CHANGES,
+        [_change_row(t) for t in (*wrong, *moved)],
+        len(wrong),
     )
-    return page(f"stats: {_name(found.a)} to {_name(found.b)}", body, _STYLE)
 
 
 _NUMBERS = [("tensor", False), ("role", False), ("dtype", False), *((name, True) for name in (
@@ -277,16 +281,16 @@ _CHANGES = [("tensor", False), ("role", False), *((name, True) for name in (
     "relative change", "cosine", "largest |B - A|", "changed", "of", "NaN, Inf"))]  # fmt: skip
 
 
-def _numbers_row(named: NamedTensor, found: Statistics) -> list[str]:
-    numbers = found.summary()
+def _numbers_row(t: Measured[Statistics]) -> list[str]:
+    numbers, census = t.found.summary(), t.found.census
     shown = [short(numbers[key]) for key in ("norm", "rms", "mean", "min", "max")]
-    counts = [f"{n:,}" for n in (found.zeros, found.census.nans, found.census.infinities)]
-    return [named.title, named.role, named.tensor.dtype, *shown, *counts]
+    counts = [f"{n:,}" for n in (t.found.zeros, census.nans, census.infinities)]
+    return [t.named.title, t.named.role, t.named.tensor.dtype, *shown, *counts]
 
 
-def _change_row(named: NamedTensor, found: Change) -> list[str]:
-    counts = (f"{n:,}" for n in (found.changed, found.elements, found.left_out))
-    return [named.title, named.role, *change_numbers(found), *counts]
+def _change_row(t: Measured[Change]) -> list[str]:
+    counts = (f"{n:,}" for n in (t.found.changed, t.found.elements, t.found.left_out))
+    return [t.named.title, t.named.role, *change_numbers(t.found), *counts]
 
 
 def change_numbers(found: Change) -> tuple[str, str, str]:
@@ -322,25 +326,19 @@ def _notes(notes: Sequence[str]) -> str:
     return "".join(f"<p>{safe(note)}</p>" for note in notes)
 
 
-Cells = Callable[[Mapping[str, Any]], dict[str, Cell]]
-
-
-def _rows(tensors: Sequence[tuple[NamedTensor, Any]], empty: Callable[[Any], Any], cells: Cells) -> list[Row]:
+def _rows(
+    tensors: Sequence[Measured[AnySums]], cells: Callable[[Mapping[str, AnySums]], dict[str, Cell]]
+) -> list[Row]:
     """For every role a heading with whole layers, then a row a kind of tensor."""
     rows = []
-    for role in dict.fromkeys(named.role for named, _ in tensors):
-        whole: dict[str, Any] = {}
-        leaves: dict[str, dict[str, Any]] = {}
-        for named, found in tensors:
-            if named.role != role:
-                continue
-            label = named.part.label
-            for sums in (whole, leaves.setdefault(named.part.leaf, {})):
-                if label not in sums:
-                    sums[label] = empty(found)
-                sums[label].join(found)
-        rows.append(Row(role, cells(whole), is_heading=True))
-        rows += [Row(leaf, cells(sums)) for leaf, sums in leaves.items()]
+    for role in dict.fromkeys(t.named.role for t in tensors):
+        of_role = [t for t in tensors if t.named.role == role]
+        rows.append(Row(role, cells(joined((t.named.part.label, t.found) for t in of_role)), is_heading=True))
+        by_leaf: dict[str, list[Measured[AnySums]]] = {}
+        for t in of_role:
+            by_leaf.setdefault(t.named.part.leaf, []).append(t)
+        for leaf, those in by_leaf.items():
+            rows.append(Row(leaf, cells(joined((t.named.part.label, t.found) for t in those))))
     return rows
 
 
@@ -360,12 +358,8 @@ def _norm_cells(sums: Mapping[str, Statistics]) -> dict[str, Cell]:
             f"{census.infinities:,} Inf of {census.elements:,}"
         )
         colour = about_middle(away) if found.rms else EMPTY
-        cells[layer] = Cell(BAD if census.nans or census.infinities else colour, text)
+        cells[layer] = Cell(colour if census.are_finite else BAD, text)
     return cells
-
-
-def _relative(found: Change) -> float | None:
-    return found.relative
 
 
 def _angle(found: Change) -> float | None:
@@ -376,10 +370,10 @@ class _LogScale:
     """Colours for changes between the smallest and the largest one that is not zero."""
 
     def __init__(
-        self, measure: Callable[[Change], float | None], tensors: Sequence[tuple[NamedTensor, Change]]
+        self, measure: Callable[[Change], float | None], tensors: Sequence[Measured[Change]]
     ) -> None:
         self._measure = measure
-        sizes = [size for _, found in tensors if (size := measure(found))]
+        sizes = [size for t in tensors if (size := measure(t.found))]
         self.ends = (min(sizes), max(sizes)) if sizes else (1.0, 1.0)
 
     def cells(self, sums: Mapping[str, Change]) -> dict[str, Cell]:
@@ -399,24 +393,10 @@ class _LogScale:
             return Cell(BAD, f"{text}, {wrong}")
         if not size:
             return Cell(EMPTY, text)
-        if _alike(*self.ends):
+        if _look_same(*self.ends):
             return Cell(growing(0.5), text)
         low, high = map(math.log, self.ends)
         return Cell(growing((math.log(size) - low) / (high - low)), text)
-
-
-def _kinds(tensors: Iterable[tuple[NamedTensor, Statistics]]) -> dict[tuple[str, str], Statistics]:
-    """The sums of each (role, kind of tensor) over all layers."""
-    kinds: dict[tuple[str, str], Statistics] = {}
-    for named, found in tensors:
-        place = (
-            named.role,
-            f"{named.part.block}.*.{named.part.leaf}" if named.part.block else named.part.leaf,
-        )
-        if place not in kinds:
-            kinds[place] = found.empty()
-        kinds[place].join(found)
-    return kinds
 
 
 def _ends(histograms: Iterable[Sequence[tuple[int, int]]]) -> tuple[int, int]:

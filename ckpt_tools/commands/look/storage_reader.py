@@ -117,7 +117,7 @@ class StorageReader(TorchStorageReader):  # type: ignore[misc]  # torch is not r
         return [*self._seen.tensors, *self._seen.objects]
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        """What DCP is told: every tensor as one chunk, of which any box can be had."""
+        """What DCP gets: every tensor as one chunk, of which any box can be had."""
         seen = self._seen
         entries: _Entries = _Entries(seen.opened.location.path, self._to)
         entries |= {key: _entry(tensor) for key, tensor in seen.tensors.items()}
@@ -138,11 +138,11 @@ class StorageReader(TorchStorageReader):  # type: ignore[misc]  # torch is not r
             check_rank_masters(seen.opened.files, seen.prepared, self._options, rank, world)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """The plan, unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are: ranks do not depend on each other."""
+        """The plans, unchanged: ranks do not depend on each other."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -35,14 +35,11 @@ class Run(NamedTuple):
 
     box: Box  # relative to that box
     payload: Payload
-    offset: int  # of the first element, in bytes of the payload's file
+    offset: int  # of the first element, in bytes of the payload
 
     def read(self, first: int, out: Array) -> None:
         """Fill 1-d `out`, of raw bits, with the elements from number `first` of the run on."""
-        at, data = self.offset + first * out.itemsize, out.view(np.uint8).data
-        self.payload.files.read_into(self.payload.name, at, data)
-        if self.payload.proof is not None:
-            self.payload.proof.add(at, data)
+        self.payload.read_into(self.offset + first * out.itemsize, out.view(np.uint8).data)
 
 
 class Region(NamedTuple):
@@ -53,20 +50,17 @@ class Region(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a region lies: in so many bytes of a file, at strides of so many bytes."""
+    """Where a region lies: in so many bytes of a payload, at strides of so many bytes."""
 
     box: Box
     payload: Payload
-    offset: int  # bytes from the beginning of the file
+    offset: int
     nbytes: int
     strides: tuple[int, ...]
 
     def read(self, buffer: Array, start: int, dtype: np.dtype[Any]) -> Region:
         """The region, read into a byte array from byte `start` on."""
-        data = buffer[start : start + self.nbytes].data
-        self.payload.files.read_into(self.payload.name, self.offset, data)
-        if self.payload.proof is not None:
-            self.payload.proof.add(self.offset, data)
+        self.payload.read_into(self.offset, buffer[start : start + self.nbytes].data)
         return Region(self.box, np.ndarray(self.box.size, dtype, buffer.data, start, self.strides))
 
 
@@ -106,13 +100,15 @@ class BoxReader:
 
         def in_place(box: Box) -> list[Region]:
             nonlocal buffer
-            found = [place for one in stored for place in self._places(one, box.relative_to(whole), dtype)]
-            if len(found) > _FEW:
+            places = [place for one in stored for place in self._places(one, box.relative_to(whole), dtype)]
+            if len(places) > _FEW:
                 return gathered(box)
-            ends = list(accumulate(-(-place.nbytes // _ALIGNMENT) * _ALIGNMENT for place in found))
+            ends = list(accumulate(-(-place.nbytes // _ALIGNMENT) * _ALIGNMENT for place in places))
             if ends[-1] > len(buffer):
                 buffer = np.empty(ends[-1], np.uint8)
-            return [place.read(buffer, start, dtype) for place, start in zip(found, (0, *ends), strict=False)]
+            return [
+                place.read(buffer, start, dtype) for place, start in zip(places, (0, *ends), strict=False)
+            ]
 
         return in_place if covered else gathered
 
@@ -125,7 +121,7 @@ class BoxReader:
         strides = tuple([step * dtype.itemsize for step in piece.strides])
         for block, first, nbytes in spans(piece, piece.box.size, dtype.itemsize, _SCRATCH_BYTES):
             shown = block.shift(piece.box.relative_to(box).start)
-            yield _Place(shown, payload, payload.offset + first, nbytes, strides)
+            yield _Place(shown, payload, first, nbytes, strides)
 
     def reads(self, target: TargetTensor) -> Callable[[Box], Iterable[Range]]:
         """What reading boxes of this target asks of stores."""
@@ -149,15 +145,14 @@ class BoxReader:
 
         Raises as `read`.
         """
-        found = transfers_into(TargetReader(self._finder, target), box)
         runs = []
-        for one in found:
+        for one in transfers_into(TargetReader(self._finder, target), box):
             if isinstance(one, Computation) or one.dtype != target.dtype:
                 return []
             if not is_dense(one.box.size, one.piece.strides):
                 return []
             payload = self._source.payload(chunk_of(one))
-            runs.append(Run(one.box, payload, payload.offset + one.piece.offset * itemsize(one.dtype)))
+            runs.append(Run(one.box, payload, one.piece.offset * itemsize(one.dtype)))
         return runs if sum(run.box.volume for run in runs) == box.volume else []
 
     def read(self, target: TargetTensor, box: Box) -> Array:

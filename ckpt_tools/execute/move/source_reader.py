@@ -57,14 +57,21 @@ class Payload(NamedTuple):
     offset: int
     nbytes: int
     crc32: int | None  # None: unknown
-    proof: RecordProof | None = None  # to be told of every read; None: there is nothing to prove
+    proof: RecordProof | None = None  # sums every read; None: there is nothing to prove
+
+    def read_into(self, first: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the payload's bytes from number `first` on."""
+        at = self.offset + first
+        self.files.read_into(self.name, at, buffer)
+        if self.proof is not None:
+            self.proof.add(at, buffer)
 
 
 class SourceReader:
     """Payloads of a checkpoint's items. Safe to share between threads; close it to remove its temporary files.
 
     Payloads that are not row-major (their writer saved a transposed tensor) are rewritten row-major to a temporary
-    file in `spool_parent` first. `proof` is told of every byte that is read.
+    file in `spool_parent` first. `proof` sums every byte that is read.
     """
 
     def __init__(
@@ -76,7 +83,7 @@ class SourceReader:
         self._spool: tempfile.TemporaryDirectory[str] | None = None
         self._payloads: OrderedDict[Item, Payload] = OrderedDict()
         self._lock = threading.Lock()
-        self._of_thread = threading.local()  # `told`: items whose frames it has on their way
+        self._of_thread = threading.local()  # `requested`: items whose frames it has on their way
         self.is_remote = has_stores(files)
 
     def close(self) -> None:
@@ -87,16 +94,16 @@ class SourceReader:
     def payload(self, chunk: ChunkRef) -> Payload:
         """Where the elements of a chunk lie."""
         with self._lock:
-            found = self._payloads.get(chunk.item)
-            if found is not None:
+            payload = self._payloads.get(chunk.item)
+            if payload is not None:
                 self._payloads.move_to_end(chunk.item)
-                return found
-        found = self._find(chunk)
+                return payload
+        payload = self._find(chunk)
         with self._lock:
-            self._payloads[chunk.item] = found
+            self._payloads[chunk.item] = payload
             if len(self._payloads) > _CACHED_PAYLOADS:
                 self._payloads.popitem(last=False)
-        return found
+        return payload
 
     def reads(self, transfer: Transfer, piece: Piece, scratch_bytes: int) -> Iterator[Range]:
         """What reading a piece of a transfer's chunk asks of a store, if it lies in the usual frame."""
@@ -110,9 +117,9 @@ class SourceReader:
             if item.length != frame.length:
                 return
             start += len(frame.head)
-            told: set[Item] = self._of_thread.__dict__.setdefault("told", set())
-            if item not in told and item not in self._payloads:
-                told.add(item)
+            requested: set[Item] = self._of_thread.__dict__.setdefault("requested", set())
+            if item not in requested and item not in self._payloads:
+                requested.add(item)
                 yield from frame_reads(self.files, item, len(frame.head), frame.tail_bytes)
         for _, first, nbytes in spans(piece, piece.box.size, itemsize(transfer.dtype), scratch_bytes):
             yield Range(files, name, start + first, start + first + nbytes)
@@ -233,17 +240,12 @@ def read_region(payload: Payload, piece: Piece, out: Array, scratch: Array) -> i
     bytes_read = 0
     for block, first, span in spans(piece, out.shape, width, len(scratch)):
         target = out[index_of(block)]
-        at = payload.offset + first
         if target.flags.c_contiguous and is_dense(block.size, strides):
-            data = target.reshape(-1).view(np.uint8).data
-            payload.files.read_into(payload.name, at, data)
+            payload.read_into(first, target.reshape(-1).view(np.uint8).data)
         else:
-            data = scratch[:span].data
-            payload.files.read_into(payload.name, at, data)
+            payload.read_into(first, scratch[:span].data)
             byte_strides = tuple(s * width for s in strides)
             target[...] = np.ndarray(block.size, target.dtype, scratch.data, 0, byte_strides)
-        if payload.proof is not None:
-            payload.proof.add(at, data)
         bytes_read += span
     return bytes_read
 

@@ -77,15 +77,8 @@ class _Loaded:
         return self._data[number][first : first + item.length]
 
 
-def small_reads(source: SourceReader, items: Sequence[OutputItem], buffer_bytes: int) -> Iterator[Range]:
-    """What `SmallCopies` asks of stores, for a buffer of so many bytes."""
-    copies = [next(stored_parts(item.transfers)).item for item in items]
-    for file, start, stop in coalesce(copies, buffer_bytes):
-        yield from store_ranges(source.files, file, start, stop)
-
-
 class SmallCopies:
-    """The archives of a batch of items (see `plan.coalesce.batches`), each made from one source item in `buffer`."""
+    """The archives of a batch of items (see `byte_runs.batches`), each made from one source item in `buffer`."""
 
     def __init__(self, source: SourceReader, items: Sequence[OutputItem], buffer: memoryview) -> None:
         self._items = items
@@ -160,7 +153,7 @@ def segments(item: OutputItem) -> list[Segment]:
 class Pump:
     """Writes items with two buffers of `tile_bytes` each. One pump a thread.
 
-    `tick` is told the bytes written since the last call, after every tile, and may raise to stop the work.
+    `tick` is called with the bytes written since the last call, after every tile, and may raise to stop the work.
     """
 
     def __init__(self, source: SourceReader, tile_bytes: int, tick: Callable[[int], None]) -> None:
@@ -183,7 +176,9 @@ class Pump:
 
     def batch_reads(self, items: Sequence[OutputItem]) -> Iterator[Range]:
         """What writing a batch asks of stores."""
-        return small_reads(self._source, items, len(self._scratch))
+        copies = [next(stored_parts(item.transfers)).item for item in items]
+        for file, start, stop in coalesce(copies, len(self._scratch)):
+            yield from store_ranges(self._source.files, file, start, stop)
 
     def write_item(self, item: OutputItem, file: OutputFile) -> int:
         """Write one item; returns its payload's CRC-32."""
@@ -202,7 +197,7 @@ class Pump:
         return total
 
     def write_batch(self, items: Sequence[OutputItem], file: OutputFile) -> list[int]:
-        """`write_item` for the items of one of `plan.coalesce.batches`: few reads, one write."""
+        """`write_item` for the items of one of `byte_runs.batches`: few reads, one write."""
         small = SmallCopies(self._source, items, self._scratch.data)
         self.counters.read += small.bytes_read
         base, end = items[0].offset, items[-1].offset + items[-1].length
@@ -290,7 +285,7 @@ class Pump:
     def _segment_content(
         self, item: OutputItem, segment: Segment, at: int
     ) -> Iterator[tuple[memoryview, int]]:
-        """A segment's bytes, to stand from byte `at` on, a tile at a time, each with the CRC-32 of all so far."""
+        """A segment's bytes, for byte `at` of the file on, a tile at a time, each with the CRC-32 of all so far."""
         total = 0
         for tile, transfers in _tiles(item, segment, self._tile_bytes):
             data = self._fill(item, tile, transfers, segment.zeros, at)

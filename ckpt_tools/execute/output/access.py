@@ -25,7 +25,7 @@ from ckpt_tools.execute.output.fileio import storage_errors
 from ckpt_tools.execute.output.folders import Folder
 
 _ITERATION = re.compile(r"iter_\d+|release")
-_LOOKED_AT = 10_000  # files of a model directory; a checkpoint's are alike
+_LOOKED_AT = 10_000  # files of a model directory; a checkpoint's have the same modes
 
 
 class Access(NamedTuple):

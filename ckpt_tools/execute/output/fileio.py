@@ -106,7 +106,7 @@ def can_share(source: At, target: At, length: int) -> bool:
 
 
 def _shareable(source: At, target: At, length: int) -> tuple[int, int]:
-    """Bytes before the whole blocks that lie in both files alike, and bytes of these."""
+    """Bytes before the whole blocks that are aligned in both files, and bytes of these."""
     lead = -source.offset % EXTENT_BYTES
     if (source.offset - target.offset) % EXTENT_BYTES or length - lead < EXTENT_BYTES:
         return 0, 0

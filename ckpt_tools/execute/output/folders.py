@@ -1,6 +1,6 @@
 """Directories held open, so that what is done in one stays in it.
 
-A path is looked up anew by every call, and who may write in one of its directories decides where it leads. A handle
+A path is looked up again by every call, and who may write in one of its directories decides where it leads. A handle
 is looked up once. Names below it are single names, links are never followed, and what is found there is only used
 when it is a plain file or directory of ours.
 """
@@ -24,7 +24,7 @@ _EXCHANGE = 2  # RENAME_EXCHANGE, linux/fs.h
 
 
 class Foreign(UsageError):  # noqa: N818  named for what was found
-    """Something stands where this tool puts its own files, and is not one of them."""
+    """Something has the name of one of this tool's files, and is not one."""
 
 
 class Place(NamedTuple):
@@ -193,7 +193,7 @@ class Folder:
 
 
 def temporary_name() -> str:
-    """A name for a file that will get another; `secrets` would draw one alike, and import hashlib for it."""
+    """A name for a file that will get another; `secrets` would draw a similar one, and import hashlib for it."""
     return f".{os.urandom(8).hex()}.tmp"
 
 

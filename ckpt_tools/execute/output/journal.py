@@ -10,8 +10,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeGuard
 
@@ -112,7 +111,7 @@ def _raise_source_changed(changed: list[str], location: str) -> None:
 class Journal:
     """The journal in `folder`; `append` may be called from any thread."""
 
-    def __init__(self, folder: Path, parent: Callable[[], Folder] | None = None) -> None:
+    def __init__(self, folder: Path, parent: Callable[[], Folder]) -> None:
         self._folder = folder
         self._parent = parent
         self._lock = threading.Lock()
@@ -124,23 +123,14 @@ class Journal:
         except FileNotFoundError:
             return False
 
-    @contextmanager
-    def _above(self) -> Iterator[Folder]:
-        if self._parent is not None:
-            yield self._parent()
-            return
-        with Folder.named(self._folder.parent) as folder:
-            yield folder
-
     def _inside(self) -> Folder:
-        with self._above() as above:
-            return above.enter(self._folder.name)
+        return self._parent().enter(self._folder.name)
 
     def begin(self, plan: Plan, source: list[list[object]]) -> None:
         """Start a new journal."""
         with storage_errors(self._folder):
             header = json.dumps({"digest": plan.digest, "source": source})
-            with self._above() as above, above.make(self._folder.name, 0o700) as folder:
+            with self._parent().make(self._folder.name, 0o700) as folder:
                 folder.write(_HEADER, header.encode(), mode=0o600)
 
     def resume(self, plan: Plan, source: list[list[object]], location: str) -> None:
@@ -163,8 +153,8 @@ class Journal:
         with storage_errors(self._folder), self._inside() as folder:
             for name in folder.names():
                 if name.endswith(".jsonl"):
-                    found = _LINES.findall(folder.read(name, _JOURNAL_BYTES))
-                    done.update((int(number), int(checksum)) for number, checksum in found)
+                    lines = _LINES.findall(folder.read(name, _JOURNAL_BYTES))
+                    done.update((int(number), int(checksum)) for number, checksum in lines)
         return done
 
     def open(self, worker: int) -> None:
@@ -178,7 +168,7 @@ class Journal:
 
     def append(self, done: Iterable[tuple[int, int]]) -> None:
         """Note items as written: (number in the plan, payload CRC-32)."""
-        lines = b"".join(b"[%d,%d]\n" % one for one in done)
+        lines = b"".join(b"[%d,%d]\n" % row for row in done)
         with self._lock, storage_errors(self._folder):
             while lines:
                 lines = lines[os.write(self._fd, lines) :]

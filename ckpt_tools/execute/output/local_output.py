@@ -1,34 +1,159 @@
-"""A job's output in a directory of a mounted file system.
+"""A job's output in a directory of a mounted file system, which appears whole or not at all.
 
-Rank 0 locks a hidden directory beside it (`Staging`), makes all files there in full length and writes what the plan
-holds itself (blobs). Every rank writes its items, a run of neighbours, and notes each in its journal. Rank 0 renames
-the directory into place.
+Everything is written under `<parent>/.<name>.ckpt_tools-partial/`::
 
-An error leaves the hidden directory if somebody can go on from it (storage, signals, defects), and removes it if not
-(damage, wrong masters).
+    lock         held while a converter works here
+    journal/     what is finished
+    checkpoint/  the future directory; its `.metadata` comes last
+    publishing   the inode number of `checkpoint/` and its plan, once it is complete
+    replaced/    the old directory, where the file system cannot exchange two names at once
+
+Rank 0 locks it, makes all files in full length and writes what the plan holds itself (blobs). Every rank writes its
+items, a run of neighbours, and notes each in its journal. Then rank 0 renames `checkpoint/` to `<parent>/<name>`. A
+process killed before that leaves the old state and a hidden partial directory; the next one cleans up or goes on from
+it. An error leaves the hidden directory if somebody can go on from it (storage, signals, defects), and removes it if
+not (damage, wrong masters).
+
+The name of the partial directory can be guessed, so somebody may have put something there: a link to a directory, a
+lock that is a link to a file. It is held open as a handle, belongs to this user alone (0700), and what is in it is
+used or removed only if this tool made it (`folders`). Nothing that a link points to is ever touched.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+import re
+import stat
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from functools import cached_property
 from pathlib import Path
 
+from ckpt_tools.errors import StorageError, UsageError
 from ckpt_tools.execute.move.source_reader import SourceReader
-from ckpt_tools.execute.output.fileio import check_direct, storage_errors, write_all
-from ckpt_tools.execute.output.finished import has_files, lengths
-from ckpt_tools.execute.output.folders import opened
+from ckpt_tools.execute.output.access import Access, access_of, common_access, give_group, make_folder
+from ckpt_tools.execute.output.checks import can_go_on, has_files, lengths, prove_shards, replaced
+from ckpt_tools.execute.output.fileio import check_direct, preallocate, storage_errors, write_all
+from ckpt_tools.execute.output.folders import (
+    Folder,
+    Foreign,
+    Place,
+    exchange,
+    move,
+    opened,
+    temporary_name,
+)
 from ckpt_tools.execute.output.journal import Journal, fingerprint
-from ckpt_tools.execute.output.opened_shards import prove_shards
-from ckpt_tools.execute.output.staging import Staging, can_go_on
 from ckpt_tools.execute.processes.threads import Work
 from ckpt_tools.execute.write_job import METADATA, Done, Found, SourceState, WriteJob
 from ckpt_tools.formats.storage.drivers import Part
 from ckpt_tools.formats.storage.files import Files, LocalFiles
 from ckpt_tools.formats.storage.joined_files import JoinedFiles
+from ckpt_tools.human import human_bytes
 from ckpt_tools.model.transfers import OutputItem
-from ckpt_tools.plan.build import holes, worker_share
+from ckpt_tools.plan.build import hole_bytes, holes, worker_share
+
+LOCK, MARKER, DATA, REPLACED, JOURNAL = "lock", "publishing", "checkpoint", "replaced", "journal"
+_OWN = re.compile(rf"{LOCK}|{MARKER}|{DATA}|{REPLACED}|{JOURNAL}|(spool|direct)-\w+|\.[0-9a-f]{{16}}\.tmp")
+_MARKER_BYTES, _LOCK_BYTES = 1 << 12, 1 << 10
+
+
+def check_final(
+    parent: Folder,
+    final: Path,
+    overwrite: bool,
+    written: Collection[str],
+    sources: Iterable[Path],
+    moved: Path | None = None,
+) -> str | None:
+    """What is replaced, for an output that is absent, empty (None) or to be replaced.
+
+    Args:
+        written: the names of the new output's files.
+        sources: the directories that it is made of.
+        moved: where a process that was killed while replacing the old directory has left that.
+    """
+    status = parent.status(final.name) if moved is None else os.lstat(moved)
+    if status is None:
+        return None
+    if not stat.S_ISDIR(status.st_mode):
+        raise UsageError(f"{final} exists and is not a directory; choose another output")
+    if final.is_mount():
+        raise UsageError(f"{final} is a mount point, which cannot be replaced; choose a directory inside it")
+    old = moved or final
+    if not any(old.iterdir()):
+        return None
+    if not overwrite:
+        raise UsageError(f"{final} is not empty; choose another output or replace it with --overwrite")
+    _refuse_sources(final, sources)
+    return replaced(str(final), lambda name: _entries(old / name), written)
+
+
+def _entries(folder: Path) -> dict[str, int | None]:
+    """As `Store.sizes`; what is neither a file nor a link to one counts as a folder."""
+    with storage_errors(folder):
+        if folder.is_symlink():
+            return {"": None}
+        return {one.name: one.stat().st_size if one.is_file() else None for one in folder.iterdir()}
+
+
+def _refuse_sources(final: Path, sources: Iterable[Path]) -> None:
+    """Raise UsageError if a file of the sources lies in the output, perhaps by links, or the output in one."""
+    target = Path(os.path.realpath(final))
+    for source in sources:
+        with storage_errors(source):
+            linked = [path for path in source.iterdir() if path.is_symlink()]
+        files = [Path(os.path.realpath(path)) for path in (source, *linked)]
+        if target.is_relative_to(files[0]) or any(file.is_relative_to(target) for file in files):
+            raise UsageError(
+                f"{final} is not replaced: files of the source {source} lie in it, or it lies in the source. Choose "
+                "another output."
+            )
+
+
+def output_blocked_error(folder: Path) -> UsageError:
+    """The error for a folder whose name, or whose parent's, a file has."""
+    return UsageError(f"{folder}: cannot create it: a file with that name exists; choose another output")
+
+
+def check_own(folder: Folder) -> None:
+    """Raise Foreign if somebody else has put something into a partial directory."""
+    names = folder.names()
+    if names and LOCK not in names:
+        raise foreign_file_error(folder, names[0])
+    for name in names:
+        if not _OWN.fullmatch(name):
+            raise foreign_file_error(folder, name)
+
+
+def foreign_file_error(folder: Folder, name: str) -> Foreign:
+    """What to say of a name in the partial directory that is not this tool's."""
+    return Foreign(
+        f"{folder.path} is where the output would be made, but it holds {name}, which this tool did not put there. "
+        "Move it away, or choose another output."
+    )
+
+
+def lock_output(lock: int, final: Path, kind: int = fcntl.LOCK_EX) -> None:
+    """Lock the open file `lock` of the output `final`."""
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(lock, 100, 0).decode(errors="replace")
+        raise UsageError(f"{final} is being written by another converter ({owner})") from None
+
+
+def allocated(data: Folder) -> int:
+    """Bytes that the file system has set aside for the files of a directory."""
+    return sum(status.st_blocks * 512 for name in data.names() if (status := data.status(name)))
+
+
+def _folders_of(files: Files) -> list[Path]:
+    """The directories of a mounted file system that a source lies in."""
+    parts = files.parts if isinstance(files, JoinedFiles) else (files,)
+    return [Path(part.location) for part in parts if isinstance(part, LocalFiles)]
 
 
 class LocalOutput:
@@ -37,83 +162,312 @@ class LocalOutput:
     token = ""  # the lock says whose it is
 
     def __init__(self, job: WriteJob) -> None:
-        self._job = job
-        final = Path(job.output.directory)
-        plan = job.plan
-        self._staging = Staging(
-            final, plan.digest, plan.file_bytes, _folders_of(job.files), holes(plan), job.output.extra_files
-        )
+        self._job, self._plan = job, job.plan
+        self._overwrite, self._resume = job.output.overwrite, job.output.resume
+        self.final = Path(job.output.directory)
+        self.partial = self.final.parent / f".{self.final.name}.ckpt_tools-partial"
+        self.scratch: Path | None = self.partial
+        self.data = self.partial / DATA
+        self.replaced: str | None = None
+        self._holes = holes(job.plan)
+        self._nbytes = job.plan.bytes_to_write - hole_bytes(self._holes)  # that must be free
+        self._sources = _folders_of(job.files)
+        self._journal = Journal(self.partial / JOURNAL, self.folder)
         self._state: SourceState = []
-        self.scratch: Path | None = self._staging.partial
+        self._parent: Folder | None = None
+        self._folder: Folder | None = None
+        self._lock: int | None = None
+        self._made: list[Path] = []  # directories above the output, the outermost first
+
+    @cached_property
+    def _access(self) -> Access:
+        """Who may do what with the output; it looks at many files, so only the rank that makes the output asks."""
+        access = common_access(access_of(source) for source in self._sources)
+        if self.final.is_dir() and not self.final.is_symlink():
+            return access_of(self.final).within(access)
+        return access
 
     @property
-    def replaced(self) -> str | None:
-        return self._staging.replaced
+    def _place(self) -> Place:
+        return Place(self.parent(), self.final.name)
+
+    def parent(self) -> Folder:
+        """The directory that the output is made in."""
+        if self._parent is None:
+            with storage_errors(self.final.parent):
+                self._parent = Folder.named(self.final.parent)
+        return self._parent
+
+    def folder(self) -> Folder:
+        """The partial directory; other ranks than the one that made it only enter it."""
+        if self._folder is None:
+            with storage_errors(self.partial):
+                self._folder = self.parent().enter(self.partial.name)
+        return self._folder
+
+    def open_data(self) -> Folder:
+        """The future directory; the caller closes it."""
+        with storage_errors(self.data):
+            return self.folder().enter(DATA)
 
     def look(self) -> None:
-        job, staging = self._job, self._staging
-        if job.output.resume and has_files(job.plan.file_bytes, lengths(staging.final)):
-            return  # perhaps all is done: that is for who writes to find out
+        if self._resume and has_files(self._plan.file_bytes, lengths(self.final)):
+            return  # perhaps all is done: `take` compares
+        above = next(f for f in (self.final.parent, *self.final.parent.parents) if f.exists())
+        if not above.is_dir():
+            raise output_blocked_error(self.final.parent)
+        try:
+            with storage_errors(above), Folder.named(above) as folder:
+                present = self._look_inside() if above == self.final.parent else 0
+                if not os.access(above, os.W_OK | os.X_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+                made = (*self.final.parent.relative_to(above).parts, self.partial.name)
+                if any(len(os.fsencode(name)) > os.pathconf(above, "PC_NAME_MAX") for name in made):
+                    raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+                self._check_space(folder, self._nbytes - present)
+        finally:
+            self.close()
+        if self._job.options.direct:
+            check_direct(above)
 
-        def check_journal(journal: Journal) -> None:
-            journal.resume(job.plan, fingerprint(job.files, job.plan), job.files.location)
+    def _look_inside(self) -> int:
+        """`look` at what lies in the output's parent; bytes that a stopped conversion has set aside for this one."""
+        moved, parent = None, self.parent()
+        if parent.exists(self.partial.name):
+            folder = self.folder()
+            check_own(folder)
+            if folder.exists(LOCK):
+                with os.fdopen(folder.open(LOCK, os.O_RDONLY), "rb") as lock:
+                    lock_output(lock.fileno(), self.final, fcntl.LOCK_SH)
+            if folder.exists(REPLACED) and not parent.exists(self.final.name):
+                moved = self.partial / REPLACED
+        if self._examine(moved) == "nothing":
+            return 0
+        job = self._job
+        self._journal.resume(job.plan, fingerprint(job.files, job.plan), job.files.location)
+        with self.open_data() as data:
+            return allocated(data)
 
-        staging.look(job.output.overwrite, job.output.resume, job.options.direct, check_journal)
+    def _examine(self, moved: Path | None = None) -> Found:
+        """Whether there is unfinished work to go on from; raise UsageError if something is in the way."""
+        parent = self.parent()
+        has_work = parent.exists(self.partial.name) and self._journal.exists()
+        if has_work and not (self._overwrite or self._resume):
+            raise UsageError(
+                f"{self.partial} holds a conversion that was stopped. Continue it with --resume, or start again "
+                "with --overwrite."
+            )
+        written = {*self._plan.file_bytes, *self._job.output.extra_files}
+        self.replaced = check_final(parent, self.final, self._overwrite, written, self._sources, moved)
+        return "unfinished" if has_work and self._resume and self._has_own_data() else "nothing"
 
     def take(self, state: SourceState) -> Found:
         self._state = state
-        found = self._staging.acquire(self._job.output.overwrite, self._job.output.resume)
-        if found in ("nothing", "unfinished"):
-            self._make_files(found)
+        try:
+            with storage_errors(self.partial):
+                self._make_parent()
+                self._take_lock()
+                self._undo_half_replacement()
+                if self._resume and self._is_published():
+                    return "published"
+                is_there = has_files(self._plan.file_bytes, lengths(self.final))
+                if self._resume and is_there and not self._journal.exists():
+                    return "finished"
+                found = self._make_room()
+        except BaseException:
+            if self._lock is not None and self.folder().names() == [LOCK]:
+                self.finish()  # nothing but what this process put there
+            self.close()
+            self._unmake_parents()
+            raise
+        self._make_files(found)
         return found
 
     def keep(self) -> None:
         """It is in place, and locked."""
 
     def begin(self) -> Found:
-        found = self._staging.begin(self._job.output.overwrite, self._job.output.resume)
+        found = self._make_room()
         self._make_files(found)
         return found
 
+    def _make_parent(self) -> None:
+        missing = []
+        for folder in (self.final.parent, *self.final.parent.parents):
+            if folder.is_dir():
+                break
+            missing.append(folder)
+        try:
+            for folder in reversed(missing):
+                with Folder.named(folder.parent) as above, suppress(FileExistsError):
+                    make_folder(above, folder.name, self._access).close()
+                    self._made.append(folder)
+            self.parent()
+        except (Foreign, StorageError, FileExistsError, NotADirectoryError):
+            if self.final.parent.is_dir():
+                raise
+            raise output_blocked_error(self.final.parent) from None
+
+    def _make_room(self) -> Found:
+        """Clear the partial directory unless there is work in it to go on from."""
+        found = self._examine()
+        if found == "nothing":
+            folder = self.folder()
+            folder.remove(MARKER)  # before the rest: it must not vouch for what is written next
+            self._clear()
+            make_folder(folder, DATA, self._access).close()
+        return found
+
+    def _has_own_data(self) -> bool:
+        """Whether `checkpoint/` is there and is not what an exchange left in its place."""
+        status = self.folder().status(DATA)
+        if status is None:
+            return False
+        marker = self._read_marker()
+        return marker is None or marker == self._mark(status)
+
+    def _mark(self, folder: os.stat_result) -> bytes:
+        return f"{folder.st_ino} {self._plan.digest}".encode()
+
+    def _read_marker(self) -> bytes | None:
+        try:
+            return self.folder().read(MARKER, _MARKER_BYTES)
+        except FileNotFoundError:
+            return None
+
+    def _is_published(self) -> bool:
+        """Whether an earlier process was stopped after it had put the output in place."""
+        marker, final = self._read_marker(), self.parent().status(self.final.name)
+        if marker is None or final is None or marker != self._mark(final):
+            return False
+        with self.parent().enter(self.final.name) as folder:  # inode numbers are used again: the sizes tell
+            found = {name: folder.status(name) for name in self._plan.file_bytes}
+        return all(s is not None and s.st_size == self._plan.file_bytes[name] for name, s in found.items())
+
+    def _take_lock(self) -> None:
+        """Lock the partial directory, which a finishing converter may be removing right now."""
+        while self._lock is None:
+            fd = self._open_lock()
+            if fd is None:
+                continue
+            try:
+                try:
+                    lock_output(fd, self.final)
+                except OSError as error:
+                    if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                        raise  # these three: a file system without locks, where only the name guards the output
+                if self._is_there(fd):
+                    os.ftruncate(fd, 0)
+                    os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+                    self._lock = fd
+            finally:
+                if self._lock is None:
+                    os.close(fd)
+
+    def _open_lock(self) -> int | None:
+        """The lock file of the partial directory, both made if need be; None when it went away meanwhile."""
+        self._forget_folder()
+        with suppress(FileExistsError):
+            self.parent().make(self.partial.name, 0o700).close()
+        try:
+            folder = self.folder()
+            with suppress(OSError):  # some file systems keep no permissions
+                os.fchmod(folder.fd, stat.S_IMODE(os.fstat(folder.fd).st_mode) & ~0o077)
+            check_own(folder)
+            fd = folder.open(LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        except (FileNotFoundError, StorageError) as error:
+            if isinstance(error.__cause__ or error, FileNotFoundError):
+                return None
+            raise
+        written = os.pread(fd, _LOCK_BYTES, 0)
+        if written and not written.startswith(b"process "):
+            os.close(fd)
+            raise foreign_file_error(folder, LOCK)
+        return fd
+
+    def _is_there(self, lock: int) -> bool:
+        """Whether the lock is still the one in the directory, and the directory the one in its parent."""
+        places = [
+            (lock, self.folder().status(LOCK)),
+            (self.folder().fd, self.parent().status(self.partial.name)),
+        ]
+        return all(status is not None and os.path.samestat(os.fstat(fd), status) for fd, status in places)
+
+    def _undo_half_replacement(self) -> None:
+        """Put the old directory back if a process was killed between the two renames of `publish`."""
+        old = self.folder().status(REPLACED)
+        if old and stat.S_ISDIR(old.st_mode) and not self.parent().exists(self.final.name):
+            move(Place(self.folder(), REPLACED), self._place)
+
+    def _clear(self) -> None:
+        for name in self.folder().names():
+            if name not in (LOCK, MARKER):
+                self.folder().remove(name)
+
     def _make_files(self, found: Found) -> None:
         """All files in full length, with the blobs in them, and a journal."""
-        plan, staging = self._job.plan, self._staging
         if self._job.options.direct:
-            check_direct(staging.partial)
+            check_direct(self.partial)
         if found == "unfinished":
-            staging.journal.resume(plan, self._state, self._job.files.location)
-        staging.create_files()
+            self._journal.resume(self._plan, self._state, self._job.files.location)
+        self.create_files()
         if found == "nothing":
-            staging.journal.begin(plan, self._state)
-        self._write_blobs()
-
-    def _write_blobs(self) -> None:
-        blobs = self._job.plan.blobs
-        with self._staging.open_data() as folder:
-            for name in dict.fromkeys(blob.file for blob in blobs):
+            self._journal.begin(self._plan, self._state)
+        with self.open_data() as folder:
+            for name in dict.fromkeys(blob.file for blob in self._plan.blobs):
                 with opened(folder, name, os.O_RDWR) as fd, storage_errors(folder.path / name):
-                    shared = {blob.offset: blob.data for blob in blobs if blob.file == name}
+                    shared = {blob.offset: blob.data for blob in self._plan.blobs if blob.file == name}
                     for offset, data in shared.items():
                         write_all(fd, data, offset)
                     if self._job.options.fsync:
                         os.fsync(fd)
 
-    def _numbers(self) -> range:
-        ranks = self._job.ranks
-        return worker_share(self._job.plan.items, ranks.rank, ranks.world)
+    def create_files(self) -> None:
+        """Make the data files in their full length; those that exist keep their content."""
+        with self.open_data() as data:
+            with storage_errors(self.data):
+                present = allocated(data)
+            self._check_space(self.folder(), self._nbytes - present)
+            for name, size in self._plan.file_bytes.items():
+                with storage_errors(self.data / name):
+                    fd = data.open(name, os.O_RDWR | os.O_CREAT, self._access.file)
+                    try:
+                        self._give_to_group(fd, data)
+                        preallocate(fd, size, self._holes.get(name, ()))
+                    finally:
+                        os.close(fd)
+
+    def _check_space(self, at: Folder, nbytes: int) -> None:
+        """Raise StorageError if the file system of `at` has less than `nbytes` free."""
+        with storage_errors(at.path):
+            status = os.statvfs(at.fd)
+        free = status.f_bavail * status.f_frsize
+        if free < nbytes:
+            raise StorageError(
+                f"{self.final.parent} has {human_bytes(free)} free, but {self.final.name} needs "
+                f"{human_bytes(nbytes)}. Free some space, or choose another output."
+            )
+
+    def _give_to_group(self, fd: int, folder: Folder) -> None:
+        """A file's group is its directory's, as far as the access of the output says so."""
+        if self._access.group is not None:
+            give_group(fd, os.fstat(folder.fd).st_gid)
 
     def share(self) -> Sequence[OutputItem]:
         numbers = self._numbers()
-        return self._job.plan.items[numbers.start : numbers.stop]
+        return self._plan.items[numbers.start : numbers.stop]
+
+    def _numbers(self) -> range:
+        return worker_share(self._plan.items, self._job.ranks.rank, self._job.ranks.world)
 
     def open_files(self) -> Mapping[str, str | None]:
         return {}
 
     def work(self, source: SourceReader, opened: Mapping[str, str | None]) -> Done:
-        job, journal = self._job, self._staging.journal
+        job, journal = self._job, self._journal
         finished = journal.finished()
         journal.open(job.ranks.rank)
-        with closing(journal), self._staging.open_data() as folder:
+        with closing(journal), self.open_data() as folder:
             work = Work(job.plan, self._numbers(), source, folder, journal, job.options)
             counters = work.run(finished, job.ranks.check, job.progress)
         return Done(counters, work.resumed)
@@ -121,36 +475,119 @@ class LocalOutput:
     def publish(
         self, metadata: bytes | None, versions: Mapping[str, str | None], parts: Mapping[str, Sequence[Part]]
     ) -> None:
-        staging, sync = self._staging, self._job.options.fsync
-        prove_shards(self._job.plan, staging.data)
+        prove_shards(self._plan, self.data)
         for name, content in self._job.output.extra_files.items():
-            staging.write_file(name, content, sync)
+            self._write_file(name, content)
         if metadata is not None:
-            staging.write_file(METADATA, metadata, sync)
-        staging.publish(sync, self._job.output.overwrite)
+            self._write_file(METADATA, metadata)
+        self.put_in_place()
+
+    def _write_file(self, name: str, content: bytes) -> None:
+        """A small file of the future directory, or of a folder in it."""
+        inside, _, name = name.rpartition("/")
+        sync = self._job.options.fsync
+        with ExitStack() as stack:
+            stack.enter_context(storage_errors(self.data / inside / name))
+            folder = stack.enter_context(self.open_data())
+            if inside:
+                with suppress(FileExistsError):
+                    make_folder(folder, inside, self._access).close()
+                folder = stack.enter_context(folder.enter(inside))
+            fd = folder.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, self._access.file)
+            with os.fdopen(fd, "wb") as file:
+                self._give_to_group(fd, folder)
+                file.write(content)
+                if sync:
+                    file.flush()
+                    os.fsync(fd)
+            if sync and inside:
+                folder.sync()
+
+    def put_in_place(self) -> None:
+        """Rename the finished directory into place. `finish` then removes what it replaced."""
+        folder, sync = self.folder(), self._job.options.fsync
+        data, final = Place(folder, DATA), self._place
+        if self._overwrite:
+            self._examine()
+        with storage_errors(self.final):
+            with self.open_data() as finished:
+                if sync:
+                    finished.sync()
+                folder.write(MARKER, self._mark(os.fstat(finished.fd)))
+            if not (self._overwrite and self.parent().exists(self.final.name)):
+                move(data, final)  # refused unless it is absent or empty
+            elif not exchange(data, final):
+                move(final, Place(folder, REPLACED))
+                move(data, final)
+            if sync:
+                self.parent().sync()
 
     def has_beside(self, name: str) -> bool:
-        return self._staging.parent().exists(name)
+        return self.parent().exists(name)
 
     def write_beside(self, name: str, content: bytes) -> None:
-        self._staging.write_beside(name, content)
+        """A reader sees the old or the new content, never a part."""
+        folder, parent = self.folder(), self.parent()
+        with storage_errors(parent.path / name):
+            old = parent.status(name)
+            is_file = old is not None and stat.S_ISREG(old.st_mode)
+            temporary = temporary_name()
+            folder.write(
+                temporary, content, True, old.st_mode & 0o777 if old and is_file else self._access.file
+            )
+            above = os.fstat(parent.fd)
+            if old and is_file:
+                group: int | None = old.st_gid
+            else:  # a directory with setgid hands down its own
+                group = above.st_gid if above.st_mode & stat.S_ISGID else self._access.group
+            if group is not None:
+                fd = folder.open(temporary, os.O_RDONLY)
+                try:
+                    give_group(fd, group)
+                finally:
+                    os.close(fd)
+            os.replace(temporary, name, src_dir_fd=folder.fd, dst_dir_fd=parent.fd)
+            parent.sync()
 
     def finish(self) -> None:
-        self._staging.discard()
+        """Remove the partial directory and everything in it; the marker last, as it says that all is well."""
+        with storage_errors(self.partial):
+            self._clear()
+            self.folder().remove(MARKER)
+            self.folder().remove(LOCK)
+            status = self.parent().status(self.partial.name)
+            if status is not None and os.path.samestat(os.fstat(self.folder().fd), status):
+                with suppress(OSError):  # another converter may have begun here already
+                    os.rmdir(self.partial.name, dir_fd=self.parent().fd)
+        self.close()
+        self._unmake_parents()
+
+    def _unmake_parents(self) -> None:
+        """Remove what was made above an output that is not there; what has something in it stays."""
+        with suppress(OSError):
+            while self._made:
+                self._made.pop().rmdir()
 
     def leave(self, error: BaseException) -> None:
-        if not self._staging.held:
+        if self._lock is None:
             return
-        if can_go_on(error) and self._staging.journal.exists():
-            self._staging.release()
+        if can_go_on(error) and self._journal.exists():
+            self.close()
         else:
-            self._staging.discard()
+            self.finish()
 
     def close(self) -> None:
-        self._staging.release()
+        """Let others take the output; what is in the partial directory stays."""
+        if self._lock is not None:
+            with suppress(OSError):
+                os.close(self._lock)
+            self._lock = None
+        self._forget_folder()
+        if self._parent is not None:
+            self._parent.close()
+            self._parent = None
 
-
-def _folders_of(files: Files) -> list[Path]:
-    """The directories of a mounted file system that a source lies in."""
-    parts = files.parts if isinstance(files, JoinedFiles) else (files,)
-    return [Path(part.location) for part in parts if isinstance(part, LocalFiles)]
+    def _forget_folder(self) -> None:
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None

@@ -7,12 +7,12 @@ Objects appear whole or not at all (multipart uploads), so each is uploaded to i
     __<r>_<n>.distcp ...  data; a rank has whole files, each thread streams one at a time. The version of each is
                           noted in .ckpt_tools-partial.<file>, for `--resume`
     .metadata             last: without it no loader takes the folder for a checkpoint
-    trackers              beside the folder; then the marker is deleted
+    trackers              next to the folder; then the marker is deleted
 
-A checkpoint that is replaced stays until the new one is whole, which is made in a folder beside it
+A checkpoint that is replaced stays until the new one is whole, which is made in a folder next to it
 (`.<name>.ckpt_tools-partial/`). Then the store itself copies that: the old `.metadata` is deleted first and the new
 one copied last, so that at no time a mix of old and new can be loaded. A process that is stopped meanwhile leaves the
-marker in the old place and all of the new one beside it: `--resume` goes on.
+marker in the old place and all of the new one next to it: `--resume` goes on.
 
 A store has no locks. Of two runs with one output the last to write the marker has it; the other finds a foreign token
 when it looks, before and after each file and before `.metadata`, and stops without touching anything. What it may
@@ -40,10 +40,14 @@ from ckpt_tools.credentials import hidden
 from ckpt_tools.errors import CorruptCheckpointError, StorageError, UsageError
 from ckpt_tools.execute.move.source_reader import SourceReader
 from ckpt_tools.execute.move.stream import Counters, Pump
-from ckpt_tools.execute.output.finished import has_files, same_small_parts
+from ckpt_tools.execute.output.checks import (
+    can_go_on,
+    has_files,
+    prove_uploaded,
+    replaced,
+    same_small_parts,
+)
 from ckpt_tools.execute.output.journal import check_unchanged, is_fingerprint
-from ckpt_tools.execute.output.opened_shards import prove_uploaded
-from ckpt_tools.execute.output.staging import can_go_on, replaced
 from ckpt_tools.execute.processes.team import even_shares
 from ckpt_tools.execute.processes.threads import WorkerThreads
 from ckpt_tools.execute.write_job import (
@@ -55,9 +59,8 @@ from ckpt_tools.execute.write_job import (
     SourceState,
     ThreadMemory,
     WriteJob,
-    WriteOptions,
 )
-from ckpt_tools.formats.storage.drivers import IN_FLIGHT, Begun, Part
+from ckpt_tools.formats.storage.drivers import IN_FLIGHT, Part, PartUpload
 from ckpt_tools.formats.storage.io_pool import pool
 from ckpt_tools.formats.storage.object_store import Retry, Store, no_bucket
 from ckpt_tools.formats.storage.open_files import open_files
@@ -115,13 +118,13 @@ class Marker:
         if found.get("token") != self.token:
             raise UsageError(
                 f"{self._store.location} was taken by another converter ({found.get('owner', 'it has ended')}) while "
-                "this one wrote there. This one stops and leaves everything as it is; choose another output, or wait "
-                "for the other one."
+                "this one wrote there. This run stopped without changing anything. Choose another output, "
+                "or retry later."
             )
 
     def note(self, name: str) -> str | None:
         """Note which version of a file was uploaded, and return it. Raises as `check`."""
-        self.check()  # a note of a run that lost would vouch for a file of its own
+        self.check()  # a note of a run that lost would vouch for a file that it has written
         version = self._store.version(name)
         if version is not None:
             self._store.put(note_of(name), version.encode())
@@ -145,7 +148,7 @@ class Marker:
 
     def _not_ours(self) -> UsageError:
         return UsageError(
-            f"{self._store.where(MARKER)} was not written by this version. Start anew with --overwrite."
+            f"{self._store.where(MARKER)} was not written by this version. Start again with --overwrite."
         )
 
 
@@ -191,35 +194,38 @@ class Uploads:
     def run(
         self,
         stretches: Sequence[Stretch],
-        begun: Mapping[str, str | None],
+        started: Mapping[str, str | None],
         source: SourceReader,
         threads: int,
         memory: ThreadMemory,
         watch: Callable[[], None],
         progress: Progress,
     ) -> list[Counters]:
-        """Upload these stretches, those of files in `begun` as parts of its upload; see `WorkerThreads.run`."""
+        """Upload these stretches, those of files in `started` as parts of its upload; see `WorkerThreads.run`."""
         crew = WorkerThreads(source, threads, memory, sum(stretch.nbytes for stretch in stretches))
         left = iter(stretches)
 
         def upload(pump: Pump) -> None:
-            while (stretch := self._next(left)) is not None:
+            while True:
+                with self._lock:
+                    stretch = next(left, None)
+                if stretch is None:
+                    return
                 crew.check()
-                self._upload(pump, stretch, begun.get(stretch.file), memory)
+                self._upload(pump, stretch, started.get(stretch.file), memory)
 
         return crew.run(upload, watch, progress)
 
-    def _next(self, stretches: Iterator[Stretch]) -> Stretch | None:
-        with self._lock:
-            return next(stretches, None)
-
-    def _upload(self, pump: Pump, stretch: Stretch, begun: str | None, memory: ThreadMemory) -> None:
-        """Upload one stretch; begun anew when the store fails in a way that its driver cannot mend."""
+    def _upload(self, pump: Pump, stretch: Stretch, upload_id: str | None, memory: ThreadMemory) -> None:
+        """Upload one stretch; started again when the store fails in a way that its driver cannot mend."""
         name = stretch.file
-        entries = _entries_in(self._entries[name], stretch)
+        first, last = (
+            bisect_left(self._entries[name], at, key=lambda one: one.offset) for at in stretch[1:3]
+        )
+        entries = self._entries[name][first:last]  # those that begin in it
         part_bytes = _part_bytes(stretch, memory)
         in_flight = max(1, min(IN_FLIGHT, memory.parts // part_bytes - 1))
-        place = None if begun is None else Begun(begun, stretch.first_part)
+        place = None if upload_id is None else PartUpload(upload_id, stretch.first_part)
 
         def upload(_timeout: float) -> list[Part]:
             self._marker.check()
@@ -239,9 +245,9 @@ class Uploads:
             return []
 
         parts = self._store.call(f"{self._store.where(name)}: writing", upload)
-        version = self._marker.note(name) if begun is None else None
+        version = self._marker.note(name) if upload_id is None else None
         with self._lock:
-            if begun is None:
+            if upload_id is None:
                 self.versions[name] = version
             else:
                 self.parts.setdefault(name, []).extend(parts)
@@ -288,12 +294,12 @@ def _cut(name: str, size: int, entries: Entries, wanted: int) -> list[Stretch]:
             bounds.append(offsets[at])
     if len(bounds) == 1:
         return [Stretch(name, 0, size)]
-    found, first = [], 1
+    cut, first = [], 1
     for start, stop in zip(bounds, [*bounds[1:], size], strict=True):
         parts = (stop - start) // least
-        found.append(Stretch(name, start, stop, first, parts))
+        cut.append(Stretch(name, start, stop, first, parts))
         first += parts
-    return found
+    return cut
 
 
 def _part_bytes(stretch: Stretch, memory: ThreadMemory) -> int:
@@ -304,18 +310,12 @@ def _part_bytes(stretch: Stretch, memory: ThreadMemory) -> int:
 
 
 def _entries_by_file(plan: Plan) -> dict[str, list[OutputItem | OutputBlob]]:
-    """What stands in each file, in order."""
-    found: dict[str, list[OutputItem | OutputBlob]] = {name: [] for name in plan.file_bytes}
+    """The entries of each file, in order."""
+    by_file: dict[str, list[OutputItem | OutputBlob]] = {name: [] for name in plan.file_bytes}
     entries: list[OutputItem | OutputBlob] = [*plan.items, *plan.blobs]
     for entry in sorted(entries, key=lambda entry: entry.offset):
-        found[entry.file].append(entry)
-    return found
-
-
-def _entries_in(entries: Entries, stretch: Stretch) -> Entries:
-    """Those of a file's entries that begin in a stretch."""
-    first, last = (bisect_left(entries, at, key=lambda one: one.offset) for at in stretch[1:3])
-    return entries[first:last]
+        by_file[entry.file].append(entry)
+    return by_file
 
 
 def _content(
@@ -335,7 +335,7 @@ def _content(
     yield bytes(stretch.stop - at)
 
 
-_ASIDE = "aside:"  # before the token of a run that writes beside what it replaces
+_ASIDE = "aside:"  # before the token of a run that writes next to what it replaces
 _LEAVING = Retry(attempts=1, patience=5.0)  # a run that failed tidies up, but waits for nobody
 
 
@@ -343,11 +343,17 @@ class RemoteOutput:
     """See `JobOutput`."""
 
     scratch: Path | None = None
+    data: Path | None = None
 
     def __init__(self, job: WriteJob) -> None:
         """Raises: UsageError: the output cannot be opened or written at all; `--direct`."""
         self._job = job
-        self._final = self._store = open_store(job.output, job.options)
+        location = hidden(str(job.output.directory))
+        if job.options.direct:
+            raise UsageError(f"--direct is for files; {location} is in an object store. Leave it out.")
+        self._final = self._store = Store(str(job.output.directory))
+        if not self._store.root.strip("/"):
+            raise UsageError(f"{location} does not name a folder; choose another output.")
         self._marker = Marker(self._store)
         self.replaced: str | None = None
         self._state: SourceState = []
@@ -598,17 +604,6 @@ class RemoteOutput:
 
     def close(self) -> None:
         """A store holds nothing open."""
-
-
-def open_store(output: Output, options: WriteOptions) -> Store:
-    """The store of an output."""
-    if options.direct:
-        raise UsageError(f"--direct is for files; {output.directory} is in an object store. Leave it out.")
-    location = hidden(str(output.directory))
-    store = Store(str(output.directory))
-    if not store.root.strip("/"):
-        raise UsageError(f"{location} does not name a folder; choose another output.")
-    return store
 
 
 def look_at_old(store: Store, present: Mapping[str, int | None], plan: Plan, output: Output) -> str | None:

@@ -13,7 +13,7 @@ A process that was killed closes its pipe, so that nobody waits for it. One that
 keeps the others waiting for a minute, then it is killed. Where the system starts fewer processes than would help,
 those that there are do the work, unless a number was asked for.
 
-`spread` runs one function over many jobs, by threads of as many processes as help: all that only reads uses it.
+`start_jobs` runs one function over many jobs, by threads of as many processes as help: all that only reads uses it.
 """
 
 from __future__ import annotations
@@ -23,28 +23,25 @@ import os
 import pickle
 import signal
 import threading
-import time
-import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from heapq import heapreplace
 from mmap import mmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from ckpt_tools.cores import usable_cores
 from ckpt_tools.errors import CkptError, StorageError, UsageError
 from ckpt_tools.execute.processes.ranks import (
-    PeerFailedError,
+    Outcome,
     Ranks,
     SerializedError,
-    all_problems,
+    SeveralRanks,
     error_called,
-    noop,
     serialize_error,
 )
 from ckpt_tools.execute.write_job import WriteOptions
@@ -61,9 +58,7 @@ T = TypeVar("T")
 _WORTH_BYTES = 256 << 20  # a worker's least share: moving less takes no longer than forking and agreeing
 MOST_BY_DEFAULT = 16  # beyond, one machine's memory is busy (measured on 16 and 32 cores)
 _WATCH_SECONDS = 0.1
-_STOPPED_LOOKS = (
-    600  # of `_WATCH_SECONDS`, by own looks and not by the clock: who was suspended with it waits anew
-)
+_STOPPED_LOOKS = 600  # counted in polls, so that a parent that was suspended too does not kill its workers
 _STOP = "stop"
 
 
@@ -179,17 +174,18 @@ def _fork(workers: int, processes: list[int], pipes: ExitStack, allow_fewer: boo
     return WorkerRanks(0, workers, lines, processes)
 
 
-class WorkerRanks(Ranks):
-    """As `Ranks`, for one of several forked processes. Results of steps are pickled."""
+class WorkerRanks(SeveralRanks):
+    """One of several forked processes. Results of steps are pickled."""
+
+    poll_seconds = _WATCH_SECONDS
+    names_ranks = False
 
     def __init__(self, rank: int, world: int, lines: list[Connection], processes: list[int]) -> None:
-        self.rank, self.world, self.processes = rank, world, processes
-        self.watch: Callable[[], None] = noop
+        super().__init__(rank, world)
+        self.processes = processes
         self._lines = lines  # of rank 0: to every worker; of a worker: to rank 0
-        self._outcomes: dict[int, Any] = {}  # of rank 0: what has come of this step, by rank
-        self._stopped: dict[int, int] = {}  # of rank 0: for how many looks each was found to stand still
-        self._polled = time.monotonic()
-        self._lock = threading.Lock()
+        self._outcomes: dict[int, Outcome] = {}  # of rank 0: what has come of this step, by rank
+        self._stopped: dict[int, int] = {}  # of rank 0: at how many looks in a row each was stopped
 
     def wait_for_all(self) -> None:
         """Begin together, when it is known of how many: called once by every rank."""
@@ -198,58 +194,23 @@ class WorkerRanks(Ranks):
         else:
             self._send(self.world)
 
-    def together(self, step: Callable[[], T]) -> list[T]:
-        """As `Ranks.together`."""
-        return self._agree(step, all_need_it=True)
+    def _has_failed(self) -> bool:
+        if self.rank:
+            return self._lines[0].poll()  # "stop", or its end: nothing else is sent during a step
+        self._receive(0)
+        return any("error" in outcome for outcome in self._outcomes.values())
 
-    def gather(self, step: Callable[[], T]) -> list[T]:
-        """As `Ranks.gather`."""
-        return self._agree(step, all_need_it=False)
-
-    def _agree(self, step: Callable[[], T], all_need_it: bool) -> list[T]:
-        own = self._outcome_of(step)
-        outcomes = self._tell(own) if self.rank else self._collect(own, all_need_it)
-        failed = [outcome["error"] for outcome in outcomes if outcome.get("error")]
-        if failed:
-            raise _error_of(failed)
-        return [outcome["result"] for outcome in outcomes]
-
-    def check(self) -> None:
-        """As `Ranks.check`; looks at the pipes a few times a second."""
-        self.watch()
-        with self._lock:
-            if time.monotonic() - self._polled < _WATCH_SECONDS:
-                return
-            self._polled = time.monotonic()
-            if self.rank:
-                has_failed = self._lines[0].poll()  # "stop", or its end: nothing else is sent during a step
-            else:
-                self._receive(0)
-                has_failed = any("error" in outcome for outcome in self._outcomes.values())
-            if has_failed:
-                raise PeerFailedError
-
-    @staticmethod
-    def _outcome_of(step: Callable[[], T]) -> dict[str, Any]:
-        try:
-            return {"result": step()}
-        except PeerFailedError:
-            return {"error": None}
-        except (CkptError, KeyboardInterrupt) as error:
-            return {"error": serialize_error(error)}
-        except BaseException:  # a defect: rank 0 shows where
-            return {"error": ["", traceback.format_exc(), []]}
-
-    def _tell(self, own: Mapping[str, Any]) -> list[Any]:
-        """A worker's part of the end of a step: the outcomes of all."""
+    def _exchange(self, outcome: Outcome, all_need_it: bool) -> list[Outcome]:
+        if not self.rank:
+            return self._collect(outcome, all_need_it)
         line = self._lines[0]
-        line.send(own)
-        while (told := line.recv()) == _STOP:
+        line.send(outcome)
+        while (answer := line.recv()) == _STOP:
             pass
-        outcomes: list[Any] = told
+        outcomes: list[Outcome] = answer
         return outcomes
 
-    def _collect(self, own: dict[str, Any], all_need_it: bool) -> list[Any]:
+    def _collect(self, own: Outcome, all_need_it: bool) -> list[Outcome]:
         """Rank 0's part of the end of a step: wait for all, stop the others when one has failed, tell all.
 
         Of a step that went well and whose results nobody else needs, only that it did.
@@ -314,20 +275,10 @@ class WorkerRanks(Ranks):
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process stands still until it is told to go on (SIGSTOP, Ctrl-Z, a debugger)."""
+    """Whether a process is stopped (SIGSTOP, Ctrl-Z, a debugger)."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     return False
-
-
-def _error_of(failed: list[SerializedError]) -> Exception:
-    """One error with the messages and the problems of all workers, each once; Ctrl-C reaches all of them."""
-    kinds = [kind for kind, _, _ in failed]
-    text = "\n".join(dict.fromkeys(message for _, message, _ in failed))
-    if "" in kinds:
-        return RuntimeError(f"in a worker:\n{text}")
-    kind = "KeyboardInterrupt" if "KeyboardInterrupt" in kinds else kinds[0]
-    return error_called(kind, text, all_problems(failed))
 
 
 Job = TypeVar("Job")
@@ -339,24 +290,13 @@ Tick: TypeAlias = Callable[[int], None]
 """Told the bytes that were read since the last call; may raise to stop."""
 _Failed: TypeAlias = tuple[int, SerializedError]  # the number of a job, and what it has raised
 _BATCH_BYTES = 8 << 20  # taken at a time, at least: some milliseconds of reading
-_JOB_BYTES = 256 << 10  # as much as these takes what a job needs beside its bytes
+_JOB_BYTES = 256 << 10  # as much as these takes what a job needs besides its bytes
 _MOST_BATCHES = 1000  # their numbers fit one page, which is all that a pipe may have
 
 
-def spread(
-    work: Callable[[Job, Tick], Result],
-    jobs: Sequence[Job],
-    *,
-    sizes: Sequence[int],
-    threads: int,
-    workers: int | None = None,
-    tick: Tick,
-    reads: Reads[Job] | None = None,
-) -> list[Result]:
-    """`work` of every job, in the order of `jobs`; the arguments and errors are those of `start_jobs`."""
-    with start_jobs(
-        work, jobs, sizes=sizes, threads=threads, workers=workers, tick=tick, reads=reads
-    ) as results:
+def results_of(started: AbstractContextManager[Callable[[], list[Result]]]) -> list[Result]:
+    """The results of `start_jobs`, where there is nothing else to do meanwhile."""
+    with started as results:
         return results()
 
 
@@ -373,7 +313,7 @@ def start_jobs(
 ) -> Iterator[Callable[[], list[Result]]]:
     """Give the block a function that returns `work` of every job, in the order of `jobs`; call it once.
 
-    The other processes have begun when the block does, so that it can do something else before. All take jobs from
+    The other processes have started when the block does, so that it can do something else before. All take jobs from
     one queue: who begins late, or is slow, takes fewer.
 
     Args:
@@ -381,7 +321,7 @@ def start_jobs(
             come from another process.
         sizes: the bytes that each job reads. Their sum decides the number of processes.
         workers: how many processes instead.
-        tick: told what all processes have read, by this one, as long as it takes jobs itself and at the end.
+        tick: called with what all processes have read, by this one, as long as it takes jobs itself and at the end.
         reads: what a job reads of stores, in order; None where no store is read.
     """
     with (
@@ -390,7 +330,7 @@ def start_jobs(
     ):
         ahead = options.thread_memory(reads_store=True).ahead if reads is not None else 0
 
-        def told(count: int) -> None:
+        def count_read(count: int) -> None:
             ranks.check()
             queue.add_read(ranks.rank, count)
             if ranks.rank == 0:
@@ -398,7 +338,7 @@ def start_jobs(
 
         def share() -> tuple[dict[int, Result], _Failed | None]:
             found, errors = _by_threads(
-                lambda job: work(job, told), jobs, queue.take, queue.empty, threads, reads, ahead
+                lambda job: work(job, count_read), jobs, queue.take, queue.empty, threads, reads, ahead
             )
             if not errors:
                 return found, None
@@ -446,7 +386,7 @@ class _Queue:
             yield from self._batches[int.from_bytes(number, "little")]
 
     def empty(self) -> None:
-        """Let nobody take any more; whoever has taken a job that stands before does it."""
+        """Let nobody take any more; a thread that has taken an earlier job still does it."""
         while os.read(self._pipe, 4096):
             pass
 
@@ -531,15 +471,15 @@ def _by_threads(
 ) -> tuple[dict[int, Result], dict[int, BaseException]]:
     """`work` of the jobs whose numbers threads take from `taken`, by number; and what some have raised.
 
-    `empty` is called when one has. Jobs are taken in order, so that all that stand before the first that fails are
+    `empty` is called when one has. Jobs are taken in order, so that all before the first that fails are
     done.
     """
     results: dict[int, Result] = {}
     errors: dict[int, BaseException] = {}
 
     def take() -> None:
-        told = reads or (lambda _: ())
-        with reading_ahead(taken(), lambda number: told(jobs[number]), ahead_bytes) as mine:
+        ranges = reads or (lambda _: ())
+        with reading_ahead(taken(), lambda number: ranges(jobs[number]), ahead_bytes) as mine:
             for number in mine:
                 if errors and number > min(errors):
                     return

@@ -4,8 +4,8 @@ Of two bf16 weights that are as near, either may be stored. Weights that are hel
 tensor that does not round is compared again with that in mind.
 
 Masters equal their weights nearly always, and no element has to be put in its place to see that (`in_step`): where
-all tensors are cut alike, or lie in the order of their elements, every block is one read of each. Else a tile at a
-time is read as it lies, and what is in one piece on all sides is compared there.
+all tensors are cut the same way, or lie in the order of their elements, every block is one read of each. Otherwise a
+tile at a time is read in the order of the file, and what is in one piece on all sides is compared there.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def in_step(seen: Sequence[Seen], box: Box) -> Iterator[tuple[Array, ...]]:
     """The elements of `box`, each once and in some order, as blocks of raw bits: the same ones of every tensor.
 
     Blocks of one shape, at any strides, are valid until the next. It ends early where something cannot be read: who
-    has not got all elements reads them in order, and is told there what is wrong.
+    has not got all elements reads them in order, which says what is wrong.
     """
     with suppress(CkptError):
         runs = [one.reader.runs(one.tensor, box) for one in seen]
@@ -286,8 +286,8 @@ def compare_all_masters(
 ) -> tuple[MastersReport, list[str]]:
     """`compare_masters` of every element, shared by as many workers as help; called where none are.
 
-    `rounded` are pairs of items, element by element alike, of which every master is known to round to its weight:
-    what they make up is not read again.
+    `rounded` are pairs of items, with the same elements in the same order, whose masters are known to round to their
+    weights: what they make up is not read again.
     """
     left, known = list[TargetTensor](), 0
     for target in targets:
@@ -321,7 +321,7 @@ def compare_all_masters(
 
 
 def in_order(targets: Sequence[TargetTensor], lines: Iterable[str]) -> list[str]:
-    """Lines of `compare_masters` in the order of their targets, whoever has compared them."""
+    """Lines of `compare_masters` in the order of their targets."""
     numbers = {target.key: number for number, target in enumerate(targets)}
     return sorted(lines, key=lambda line: numbers.get(line.partition("[")[0], len(numbers)))
 
@@ -333,7 +333,7 @@ def _is_made_of(catalog: Catalog, target: TargetTensor, rounded: Set[tuple[Item,
     box, finder = full_box(target.shape), ChunkFinder(catalog)
     try:
         sides = [transfers_into(TargetReader(finder, tensor), box) for tensor in (target, weights)]
-    except CkptError:  # told by who compares them
+    except CkptError:  # comparing them will raise it
         return False
     return sum(one.box.volume for one in sides[0]) == box.volume and all(
         isinstance(master, Transfer)
@@ -376,7 +376,7 @@ def _compare_plainly(
 
     def compare(part: tuple[_Comparison, Box]) -> tuple[int, str | None]:
         elements = 0
-        # A store's reads are told in the order of `boxes`, and wait for the network in any case.
+        # A store's reads are requested in the order of `boxes`, and wait for the network in any case.
         if level == "all" and not is_remote and part[0].rounds_in_step(part[1], tick):
             return part[1].volume, None
         for box in boxes(part[1]):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from ckpt_tools.errors import CorruptCheckpointError
@@ -57,15 +57,15 @@ class Pieces:
 
     def gaps(self, start: int, stop: int) -> list[tuple[int, int]]:
         """The parts of [start, stop) that no piece covers."""
-        found = []
+        gaps = []
         for number in range(max(self._after(start) - 1, 0), len(self._pieces)):
             piece = self._pieces[number]
             if piece.start >= stop:
                 break
             if piece.start > start:
-                found.append((start, piece.start))
+                gaps.append((start, piece.start))
             start = max(start, piece.stop)
-        return [*found, (start, stop)] if start < stop else found
+        return [*gaps, (start, stop)] if start < stop else gaps
 
     def put(self, piece: Piece) -> None:
         """Add a piece; one that overlaps another, or is one too many, is left out."""
@@ -121,7 +121,7 @@ class RecordProof:
     def whole(self, found: int) -> None:
         """Note the CRC-32 of the whole record."""
         check(self._key, self.stored, found)
-        self._proof.proven(self.stored.item, self.stored.nbytes)
+        self._proof.all_proven({self.stored.item: self.stored.nbytes})
 
 
 class SourceProof:
@@ -129,44 +129,28 @@ class SourceProof:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[Item, RecordProof] = {}
-        self._done: dict[Item, int] = {}  # bytes
-        self._without: set[Item] = set()
+        self.open: dict[Item, RecordProof] = {}  # not read as a whole
+        self.proven: dict[Item, int] = {}  # bytes
+        self.without_sum: set[Item] = set()
 
     def of(self, key: str, stored: Stored) -> RecordProof | None:
         """What to tell of reads from a record; None when it is proven already."""
         with self._lock:
-            if stored.item in self._done:
+            if stored.item in self.proven:
                 return None
-            return self._open.setdefault(stored.item, RecordProof(self, key, stored))
-
-    def proven(self, item: Item, nbytes: int) -> None:
-        """Note that the record of an item, `nbytes` long, is what was stored."""
-        self.all_proven({item: nbytes})
+            return self.open.setdefault(stored.item, RecordProof(self, key, stored))
 
     def all_proven(self, nbytes: Mapping[Item, int]) -> None:
-        """`proven` for many items."""
+        """Note that the records of these items, so many bytes long, are what was stored."""
         with self._lock:
-            self._done.update(nbytes)
-            for item in nbytes.keys() & self._open.keys():
-                del self._open[item]
+            self.proven.update(nbytes)
+            for item in nbytes.keys() & self.open.keys():
+                del self.open[item]
 
     def without(self, item: Item) -> None:
         """Note an item whose writer kept no checksum."""
         with self._lock:
-            self._without.add(item)
-
-    def unfinished(self) -> list[tuple[Stored, list[Piece]]]:
-        """Records that were not read as a whole."""
-        return [(record.stored, record.pieces) for record in self._open.values()]
-
-    def finished(self) -> dict[Item, int]:
-        """Bytes of every record that is proven, by item."""
-        return dict(self._done)
-
-    def unsummed(self) -> Iterable[Item]:
-        """Items without a checksum."""
-        return list(self._without)
+            self.without_sum.add(item)
 
 
 def check(key: str, stored: Stored, found: int) -> None:

@@ -66,30 +66,32 @@ def prove_rest(
         key_of: the tensor that an item holds, for messages.
         ahead_bytes: what each thread may hold of a store's files before it sums them.
     """
-    told = ranks.together(lambda: _told(proof))
-    done = {item: nbytes for one in told for item, nbytes in _done(one)}
-    records = _joined(told, done.keys())
+    shares = ranks.together(lambda: _serialize(proof))
+    done = {
+        Item(file, *rest): nbytes
+        for share in shares
+        for file, rows in share["done"].items()
+        for rest, nbytes in rows
+    }
+    records = _joined(shares, done.keys())
     parts = _missing(records, buffer_bytes)
-    mine = _share(parts, ranks.rank, ranks.world)
+    bounds = neighbour_shares((part.stop - part.start for part in parts), ranks.world)
+    mine = parts[bounds[ranks.rank] : bounds[ranks.rank + 1]]  # the shares in rank order are all parts
     read = ranks.together(lambda: _read(mine, files, ranks.check, threads, buffer_bytes, ahead_bytes))
     for part, checksum in zip(parts, (checksum for one in read for checksum in one), strict=True):
         records[part.item][1].put(Piece(part.start, part.stop, checksum))
     done |= {item: stored.nbytes for item, (stored, _) in records.items()}
-    problems = list(_problems(records, key_of))
+    problems = []
+    for item, (stored, pieces) in records.items():
+        assert pieces.total is not None  # every gap was read
+        if pieces.total != stored.crc32:
+            problems.append(damage(key_of(item), stored, pieces.total))
     if problems:
         many = f"{len(problems)} payloads are damaged:\n{list_problems(problems)}"
         raise CorruptCheckpointError(problems[0] if len(problems) == 1 else many, problems)
-    without = {(file, *rest) for one in told for file, rows in one["without"].items() for rest in rows}
+    without = {(file, *rest) for share in shares for file, rows in share["without"].items() for rest in rows}
     read_for_it = sum(part.stop - part.start for part in parts)
     return ProofReport(len(done), sum(done.values()), read_for_it, len(without))
-
-
-def _problems(records: _Records, key_of: Callable[[Item], str]) -> Iterator[str]:
-    for item, (stored, pieces) in records.items():
-        found = pieces.total
-        assert found is not None  # every gap was read
-        if found != stored.crc32:
-            yield damage(key_of(item), stored, found)
 
 
 def prove_payloads(files: Files, catalog: Catalog, wanted: Iterable[str], threads: int) -> None:
@@ -115,32 +117,26 @@ def prove_payloads(files: Files, catalog: Catalog, wanted: Iterable[str], thread
     prove_rest(proof, files, keys.__getitem__, Ranks(), threads)
 
 
-def _told(proof: SourceProof) -> dict[str, Any]:
-    """What a rank tells the others, as JSON, file by file."""
+def _serialize(proof: SourceProof) -> dict[str, Any]:
+    """What a rank sends to the others, as JSON, file by file."""
     unfinished: dict[str, list[Any]] = {}
-    for stored, pieces in proof.unfinished():
-        row = [stored.item[1:], *stored[1:], [tuple(piece) for piece in pieces]]
-        unfinished.setdefault(stored.item.file, []).append(row)
+    for item, record in proof.open.items():
+        row = [item[1:], *record.stored[1:], [tuple(piece) for piece in record.pieces]]
+        unfinished.setdefault(item.file, []).append(row)
     done: dict[str, list[Any]] = {}
-    for item, nbytes in proof.finished().items():
+    for item, nbytes in proof.proven.items():
         done.setdefault(item.file, []).append([item[1:], nbytes])
     without: dict[str, list[Any]] = {}
-    for item in proof.unsummed():
+    for item in proof.without_sum:
         without.setdefault(item.file, []).append(item[1:])
     return {"unfinished": unfinished, "done": done, "without": without}
 
 
-def _done(told: Mapping[str, Any]) -> Iterable[tuple[Item, int]]:
-    for file, rows in told["done"].items():
-        for rest, nbytes in rows:
-            yield Item(file, *rest), nbytes
-
-
-def _joined(told: Sequence[Mapping[str, Any]], done: Iterable[Item]) -> _Records:
+def _joined(shares: Sequence[Mapping[str, Any]], done: Iterable[Item]) -> _Records:
     """The records that no rank has proven, in file order, with the pieces of all ranks."""
     records: _Records = {}
-    for one in told:
-        for file, rows in one["unfinished"].items():
+    for share in shares:
+        for file, rows in share["unfinished"].items():
             for rest, start, nbytes, crc32, pieces in rows:
                 stored = Stored(Item(file, *rest), start, nbytes, crc32)
                 _, known = records.setdefault(stored.item, (stored, Pieces(nbytes)))
@@ -159,12 +155,6 @@ def _missing(records: _Records, most_bytes: int) -> list[_Part]:
         for start, stop in pieces.gaps(0, stored.nbytes)
         for at in range(start, stop, most_bytes)
     ]
-
-
-def _share(parts: Sequence[_Part], rank: int, world: int) -> list[_Part]:
-    """A rank's parts: neighbours, about as many bytes as any other's; the shares in rank order are all parts."""
-    bounds = neighbour_shares((part.stop - part.start for part in parts), world)
-    return list(parts[bounds[rank] : bounds[rank + 1]])
 
 
 def _read(

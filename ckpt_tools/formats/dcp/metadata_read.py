@@ -3,7 +3,7 @@
 Every writer's file is read: plain torch of any version, Megatron core 0.8 to main with its own root class,
 `all_local_plans` and `mcore_data`. Attributes that a version does not write are treated as absent.
 
-Entries of a large file are decoded when somebody looks at them.
+Entries of a large file are decoded at the first look-up.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ EAGER_BYTES = 2 << 20  # up to this size everything is decoded, and so checked, 
 _RANK_FILE = re.compile(r"__(\d{1,9})_\d+\.distcp")
 
 _START_MEMO = 4  # of those of a packed chunk: itself, its attributes, a tuple, arguments, its start
-_CUTS = 1000  # chunks of a tensor whose boxes are kept, for tensors that are cut alike
+_CUTS = 1000  # most chunks of a tensor whose boxes are kept for other tensors of the same cut
 _KEPT_CUTS = 64  # ways to cut a tensor, kept decoded
 
 
@@ -150,14 +150,14 @@ def read_catalog(files: Files, trust_pickle: bool = False) -> Catalog:
         return _catalog(machine, root, files.location)
     except CkptError:
         raise
-    except Exception as error:  # whatever a structure that is not ours runs into
+    except Exception as error:  # any error that an unexpected structure causes
         raise CorruptCheckpointError(
             f"{where}: not the metadata of a checkpoint ({type(error).__name__}: {error})."
         ) from error
 
 
 def missing_metadata(files: Files) -> UnsupportedCheckpointError:
-    """Why a folder without `.metadata` cannot be read, as far as its other files tell."""
+    """Error for a folder without `.metadata`; its other files decide the message."""
     names = files.list()
     per_rank = [name for name in names if name.startswith("__") and name.endswith(METADATA)]
     if per_rank:
@@ -218,7 +218,7 @@ def _catalog(machine: Machine, root: Any, location: str) -> Catalog:
         raise CorruptCheckpointError(
             f"{machine.where} contradicts itself:\n{list_problems(problems)}", problems
         )
-    planner = fields["planner_data"]  # None in Megatron's; that of somebody's own class tells nothing
+    planner = fields["planner_data"]  # None in Megatron's; a planner of an unknown class is ignored
     paths = planner.as_dict() if type(planner) is Pairs else {}
     version = fields.get("version")
     return Catalog(
@@ -279,16 +279,16 @@ class _Decoder:
     def _boxes_of(self, key: str, shape: Offset, chunks: list[Any]) -> tuple[Box, ...]:
         """The boxes of a tensor's chunks, all inside its `shape`; their starts are noted for those who fetch them.
 
-        Layers and states of a model are cut alike, and then their records have the same bytes: those of the first
-        to the last tell the same boxes, as the memo that they fetch from holds one value under a number.
+        Layers and optimizer states of a model are mostly cut in the same way, and then their records have the same
+        bytes. Equal bytes give equal boxes, since a memo index has one value in the whole pickle.
         """
         are_packed = bool(chunks) and all(type(chunk) is Record for chunk in chunks)
-        alike = None
+        cut_key = None
         if are_packed and len(chunks) <= _CUTS:
             last = packed(CHUNK, self._machine.data, chunks[-1])
-            alike = shape, len(chunks), self._machine.data[chunks[0] : last.end()]
+            cut_key = shape, len(chunks), self._machine.data[chunks[0] : last.end()]
         first = self._machine.first_memo(chunks[0]) if are_packed else 0
-        found = self._boxes.get(alike) if alike is not None else None
+        found = self._boxes.get(cut_key) if cut_key is not None else None
         if found is None:
             found = self._new_boxes(chunks, first)
             for box in found.boxes:
@@ -299,10 +299,10 @@ class _Decoder:
                     )
                 if any(map(gt, box.stop, shape)):
                     raise CorruptCheckpointError(f"{key}: chunk {box} is outside of shape {list(shape)}")
-            if alike is not None:
+            if cut_key is not None:
                 if len(self._boxes) > _KEPT_CUTS:
                     self._boxes.clear()
-                self._boxes[alike] = found
+                self._boxes[cut_key] = found
         self._storage.note_sizes({first + memo: found.boxes[number].start for memo, number in found.made})
         return found.boxes
 

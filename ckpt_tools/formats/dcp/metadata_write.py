@@ -126,10 +126,10 @@ class _Pickle:
         if known := self._opened.get(name):
             self.data += known
             return
-        begun = self._memo["class", name] + b")\x81\x94}\x94("
-        self.data += begun
+        opening = self._memo["class", name] + b")\x81\x94}\x94("
+        self.data += opening
         self.text(field)
-        self._opened[name] = begun + self._memo[field]
+        self._opened[name] = opening + self._memo[field]
 
     def close(self) -> None:
         self.data += b"ub"

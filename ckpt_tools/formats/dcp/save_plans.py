@@ -28,7 +28,7 @@ def plan_problem(files: Files, trust_pickle: bool = False) -> tuple[int, str | N
         for item in chain(_executed_items(root), machine.planned()):
             count += 1
             _check_write_item(item)
-    except Exception as error:  # whatever executing records that are not ours runs into
+    except Exception as error:  # any error from malformed records
         return count, f"{_PLANS}, behind {count} write items: {type(error).__name__}: {error}"
     return count, None
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a path means, and of which kind it is, told from the files that lie there and the keys in
+"""Which checkpoint a path means, and of which kind it is, by the files in it and the keys in
 `.metadata`.
 
 A path may be a run's root (its tracker file names the iteration), an iteration directory, any torch distributed
@@ -65,10 +65,10 @@ METADATA_JSON_TEXT = (
     '{"sharded_backend": "torch_dist", "sharded_backend_version": 1, '
     '"common_backend": "torch", "common_backend_version": 1}'
 )
-_RECORD = "ckpt_tools.json"  # beside what was converted
+_RECORD = "ckpt_tools.json"  # next to what was converted
 _RECORD_FIELDS = {"schema_version", "format", "target", "topology", "tokens"}
 _MAX_RECORD_BYTES = 1 << 20
-# In the metadata of weights alone that were converted for Megatron-FSDP v2, beside the record of that. A plain state
+# In the metadata of weights alone that were converted for Megatron-FSDP v2, next to the record of that. A plain state
 # dict has the same entries, and its record says what it is.
 _VERSION_2 = (b"model.", b"checkpoint_version")
 
@@ -119,7 +119,7 @@ def refuse_metadata_json(files: Files) -> None:
 def _is_fsdp_dtensor(data: bytes) -> bool:
     """Whether the keys in a `.metadata` are those of Megatron-LM's Megatron-FSDP.
 
-    Whoever saves a wrapped module himself has `model.module.` too, but not the entries that Megatron-LM puts beside
+    A script that saves a wrapped module has `model.module.` too, but not the entries that Megatron-LM puts next to
     it, nor its names; or an optimizer that numbers its parameters, as Megatron-LM's does not.
     """
     if not _FSDP_KEY.search(data) or _NUMBERED_STATE.search(data):
@@ -128,12 +128,12 @@ def _is_fsdp_dtensor(data: bytes) -> bool:
 
 
 def _is_version_2(record: dict[str, Any] | None, data: bytes) -> bool:
-    """Whether a conversion made it for Megatron-FSDP v2, without the optimizer, whose keys would tell."""
+    """Whether a conversion made it for Megatron-FSDP v2, without the optimizer (its keys would decide)."""
     return record is not None and record.get("format") != "dcp" and all(word in data for word in _VERSION_2)
 
 
 def _record(files: Files) -> dict[str, Any]:
-    """The record beside a conversion's output, as far as it tells the kind."""
+    """The record in a conversion's output, as far as it names the kind."""
     try:
         record = parse_json(read_whole(files, _RECORD, _MAX_RECORD_BYTES))
     except DocumentError as error:
@@ -169,14 +169,14 @@ class Location:
     kind: CheckpointKind
     path: str
     root: str | None = None
-    iteration: int | None = None  # None: release, or not told by the folder
+    iteration: int | None = None  # None: release, or unknown
     is_release: bool = False
     tracker: str | None = None  # name of the tracker file in `root`
     has_metadata_json: bool = False
     has_common_pt: bool = False
     has_run_config: bool = False
     has_train_state: bool = False
-    left_out: tuple[str, ...] = ()  # a line for each thing beside the tensors that is not read
+    left_out: tuple[str, ...] = ()  # a line for each thing other than tensors that is not read
 
     @property
     def label(self) -> int | Literal["release"] | None:
@@ -187,7 +187,7 @@ class Location:
 def locate(path: str, iteration: int | None = None, of_run: bool = False) -> Location:
     """The checkpoint that `path` means; `iteration` picks one of a run's root instead of its latest.
 
-    A folder that holds the model twice, a Hugging Face model beside a run's iterations (ms-swift), is the model, or
+    A folder that holds the model twice, a Hugging Face model next to a run's iterations (ms-swift), is the model, or
     the run where `of_run` says that a Hugging Face model is of no use.
     """
     if iteration is not None and iteration < 0:
@@ -204,8 +204,8 @@ def locate(path: str, iteration: int | None = None, of_run: bool = False) -> Loc
     folder = open_files(found)
     try:
         described = _describe(folder, found, root, name)
-        beside = () if described.kind == "safetensors" else left_beside(folder.list())
-        return replace(described, left_out=(*left_out, *beside))
+        unread = () if described.kind == "safetensors" else left_beside(folder.list())
+        return replace(described, left_out=(*left_out, *unread))
     finally:
         folder.close()
 
@@ -266,7 +266,7 @@ def _instead_of_file(parent: str) -> str:
 
 
 class _Resolved(NamedTuple):
-    """Run root, folder of the checkpoint itself, the name that tells its iteration, and what is not read."""
+    """Run root, folder of the checkpoint itself, the name that holds its iteration, and what is not read."""
 
     root: str | None
     path: str
@@ -366,7 +366,7 @@ def _unfinished(path: str, names: list[str]) -> list[str]:
 def _with_weights(
     files: Files, path: str, names: list[str], weights: list[str], iteration: int | None, of_run: bool
 ) -> _Resolved:
-    """What a folder with safetensors is: a model, or something else that they lie beside."""
+    """What a folder with safetensors is: a model, or something else with safetensors in it."""
     name = path.rstrip("/").rpartition("/")[2]
     is_model = not _MODEL_FILES.isdisjoint(names) or bool(parts_of_ranks(weights))
     shown = ", ".join(weights[:4]) + (", ..." if len(weights) > 4 else "")

@@ -1,4 +1,4 @@
-"""Which files belong to a checkpoint of a kind that this tool writes, told by their names.
+"""Which files belong to a checkpoint of a kind that this tool writes, by their names.
 
 A damaged checkpoint has the same names as a sound one, so that contents are not looked at.
 """
@@ -14,7 +14,7 @@ from ckpt_tools.formats.locate.detect import BRIDGE_TRACKER, TRACKER
 from ckpt_tools.formats.locate.run_layouts import iteration_folders
 
 TEMPLATES = "additional_chat_templates"  # transformers utils/hub.py CHAT_TEMPLATE_DIR
-# By how releases name them: every version of a tokenizer has a name of its own (tokenizer.model.v3, tekken_v13.json),
+# By how releases name them: every version of a tokenizer has another name (tokenizer.model.v3, tekken_v13.json),
 # every kind another (sentencepiece.bpe.model, spiece.model, qwen.tiktoken), and so has every processor.
 CARRIED = (
     "tokenizer*.*", "*.model", "*.tiktoken", "tekken*.json", "*.spm", "vocab*.*", "merges.txt", "*_tokens.json",
@@ -43,7 +43,7 @@ def refuse_foreign(
 ) -> str:
     """The kind of the one checkpoint at `where`, which has `names` and may be replaced by one that has `written`.
 
-    Names of what is not a file end with a slash. One that is unfinished was begun by this tool.
+    Names of folders end with a slash. An unfinished checkpoint has this tool's work folder.
     """
     kind, why = _what_stands(names, written, is_unfinished)
     if why:

@@ -40,7 +40,7 @@ _LONGEST_REVISION = 200
 
 
 def snapshot_of(path: str) -> str:
-    """The snapshot that the root of a cached model means, any other path as it is.
+    """The snapshot that the root of a cached model means; any other path unchanged.
 
     That is the one `refs/main` names, or the only one.
     """
@@ -182,7 +182,7 @@ _BESIDE_ROLES = {"data.pt": "where verl's data loader is", "train_dataloader.pt"
 
 
 class Inner(NamedTuple):
-    """The folder of the model's checkpoint, and a line for each thing beside it that is not read."""
+    """The folder of the model's checkpoint, and a line for each thing next to it that is not read."""
 
     path: str
     left_out: tuple[str, ...]
@@ -215,7 +215,7 @@ def layouts_of(name: str) -> list[Layout]:
 
 
 def loaded_step(files: Files, names: Sequence[str]) -> str | None:
-    """The step in a run without tracker that its program would load, None where nothing tells."""
+    """The step in a run without tracker that its program would load; None if unknown."""
     for layout in LAYOUTS.values():
         steps = {name: int(match[1]) for name in names if (match := layout.step.fullmatch(name))}
         if len(steps) == len(names):
@@ -226,7 +226,7 @@ def loaded_step(files: Files, names: Sequence[str]) -> str | None:
 
 
 def step_number(name: str) -> int | None:
-    """The step that the name of a folder tells which is a checkpoint and has no tracker above it."""
+    """The step in the name of a checkpoint's folder without a tracker above it."""
     return next((n for layout in layouts_of(name) if layout.loaded and not layout.models
                  for _, n in iteration_folders([name])), None)  # fmt: skip
 

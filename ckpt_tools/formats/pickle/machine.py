@@ -1,16 +1,16 @@
-"""A small pickle machine: it tells whether a pickle is safe to load, and reads `.metadata` without loading it.
+"""A small pickle machine: it decides whether a pickle is safe to load, and reads `.metadata` without loading it.
 
 A large checkpoint's metadata is a million chunk records and as many storage records. As Python objects, with the
-memo that keeps each of their parts alive, they take twelve times the file's size. Here a record is recognised where
-it stands (see `packed_records`) and only its place is kept. Everything else is executed opcode by opcode. Nothing in
+memo that keeps each of their parts alive, they take twelve times the file's size. Here a record is recognised by
+its bytes (see `packed_records`) and only its offset is kept. Everything else is executed opcode by opcode. Nothing in
 a pickle is imported or called: globals are names, objects are a name with a state.
 
 For other pickles its run is a proof. The C unpickler grows its memo to any index that a PUT names. Hashing a tuple
-recurses and visits shared parts again and again. Only texts and small integers have hashes that nobody can make
+recurses and visits shared parts again and again. Only the hashes of texts and small integers cannot be made
 equal; a dict of other keys may take quadratic time. A call that copies its argument copies a shared one as often as
 it is called. Each takes a process down with a few bytes, and is refused here.
 
-Later opcodes may fetch a part of a packed record from the memo. `_bases` tells which record made a memo entry, and
+Later opcodes may fetch a part of a packed record from the memo. `_bases` gives the record that made a memo entry, and
 the fetch executes that record.
 """
 
@@ -66,14 +66,14 @@ def check_global(module: str, name: str, where: str) -> None:
         return
     if _ACTING.fullmatch(module) or _ACTING.fullmatch(f"{module}.{name}"):
         # In .metadata everything has its place and class, for which a placeholder cannot stand.
-        hint = "" if where.endswith(".metadata") else "; --trust-pickle reads it as an inert placeholder"
+        hint = "" if where.endswith(".metadata") else "; --unknown-classes reads it as an inert placeholder"
         raise HostileCheckpointError(
             f"{where}: the pickle names {module}.{name!r}, which no known checkpoint holds and which would run code. "
             f"Nothing was imported, and torch should not load it{hint}."
         )
     raise UnsupportedCheckpointError(
         f"{where}: the pickle names {module}.{name!r}, which no known checkpoint holds. Nothing was imported. If "
-        "you trust the file, --trust-pickle reads it as an inert placeholder."
+        "you need the rest, --unknown-classes reads it as an inert placeholder: nothing is executed."
     )
 
 
@@ -215,18 +215,18 @@ class Limits:
 
 
 def check_tree(root: Any, size: int, where: str) -> None:
-    """Prove that whoever walks the value of a pickle of `size` bytes gets to an end soon."""
+    """Prove that a walk through the value of a pickle of `size` bytes ends soon."""
     # By identity: how many values are inside, shared ones as often as they appear, and how deep.
     done: dict[int, tuple[int, int]] = {}
-    begun: set[int] = set()
+    entered: set[int] = set()
     stack = [root]
     while stack:
         value = stack[-1]
         parts = _parts(value)
-        if id(value) not in begun:
-            begun.add(id(value))
+        if id(value) not in entered:
+            entered.add(id(value))
             for part in parts:
-                if id(part) in begun and id(part) not in done:
+                if id(part) in entered and id(part) not in done:
                     raise HostileCheckpointError(f"{where}: the pickle has a value that contains itself.")
                 if _parts(part) and id(part) not in done:
                     stack.append(part)
@@ -339,7 +339,8 @@ class Machine:
         found = CHUNK.match(self.data, self._places[number])
         if found is None:
             return
-        at = self._bases[number] + 2  # behind the chunk and its attributes
+        # An empty tuple is not memoized, its arguments and the size are (+2); another tuple is memoized too (+3).
+        at = self._bases[number] + 2  # the chunk and its attributes come first
         for name in ("offsets", "sizes"):
             made = found[f"{name}_tuple"]
             if made is None:

@@ -1,7 +1,7 @@
 """The flat records that make up most of a `.metadata` file, as patterns over its pickled bytes.
 
-Pickle protocol 4 and later always write these objects alike, so one regular expression recognises a whole record
-where it stands, and its groups are what it holds: a SIZE or text is in one group when the record makes it, and in
+Pickle protocol 4 and later always write these objects in the same way, so one regular expression matches a whole
+record, and its groups are what it holds: a SIZE or text is in one group when the record makes it, and in
 another when it fetches one that was made before (a GET).
 """
 
@@ -144,12 +144,12 @@ class Layout:
         parts = ["<"]
         self._long: list[int] = []  # which numbers are long ones
         for number, place in enumerate(place for group in groups for place in _numbers_in(found, group)):
-            begun, form = place + 1, _ARGUMENTS.get(data[place])
+            begin, form = place + 1, _ARGUMENTS.get(data[place])
             if form is None:
-                begun, form = place + 2, f"{data[place + 1]}s"
+                begin, form = place + 2, f"{data[place + 1]}s"
                 self._long.append(number)
-            parts.append(f"{begun - at}s{form}")
-            at = begun + struct.calcsize(f"<{form}")
+            parts.append(f"{begin - at}s{form}")
+            at = begin + struct.calcsize(f"<{form}")
         self._form = struct.Struct(f"{''.join(parts)}{found.end() - at}s")
         self._between = self._form.unpack_from(data, found.start())[::2]
 
@@ -169,7 +169,7 @@ class Layout:
 
 
 def _numbers_in(found: re.Match[bytes], group: str) -> list[int]:
-    """Where in the data the opcodes stand that push the numbers of a group."""
+    """Offsets of the opcodes that push the numbers of a group."""
     start, end = found.span(group)
     if not group.endswith("_tuple"):
         return [start]

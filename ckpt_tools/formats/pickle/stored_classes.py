@@ -1,7 +1,7 @@
 """The classes that `.metadata` may be made of, and what each must hold for torch to load it.
 
 The pickle machine takes any global that is known to be harmless. Torch imports them, so a name with one wrong letter,
-or an object with another's state, ends its load: here both are told from what torch wrote. A newer torch adds fields:
+or an object with another's state, ends its load: both are refused here. A newer torch adds fields:
 those that are known are read, and a warning names the others.
 """
 
@@ -51,7 +51,7 @@ _FIELDS = {
     "StorageMeta": ["checkpoint_id", "save_id", "load_id", "modules"],
     "_StorageInfo": ["relative_path", "offset", "length", "transform_descriptors"],
 }
-_OF_PROPERTIES = 6  # the last are the strides, since torch 2.15; every item tells its own
+_OF_PROPERTIES = 6  # the last are the strides, since torch 2.15; each item's archive has its own strides
 _ENCODINGS = ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING")
 _LAYOUT = Name("torch.serialization", "_get_layout")
 _LAYOUTS = re.compile(
@@ -143,7 +143,7 @@ def check_storage_meta(value: object) -> None:
 
 
 def described(value: object) -> str:
-    """What stands in a wrong place, in words."""
+    """A value of the wrong kind, for a message."""
     if type(value) is Name:
         return f"the name {value.module}.{value.name}"
     return f"a {value.kind.module}.{value.kind.name}" if type(value) is Object else brief(value)

@@ -1,12 +1,12 @@
-"""Pickles from strangers, read without importing or running anything.
+"""Untrusted pickles, read without importing or running anything.
 
 Every global a pickle names is looked up in a table of our own values. What the table does not know becomes
 an inert `StandIn` when it is one of the classes that Megatron and torch are known to store (argparse
 namespaces, Megatron's enums and configs, numpy arrays, ...), and is refused by name otherwise. A stand-in
 keeps the original module and name, the constructor arguments and the state, so `pickling` can write it back.
 
-`pickle_machine` executes a pickle on paper first: what could make the C unpickler grow, recurse or search without
-end is refused there. A pickle may BUILD on anything it can name, so nothing it can reach has attributes to set.
+`machine` dry-runs the pickle first: what could make the C unpickler grow, recurse or search without end is
+refused there. A pickle may BUILD on anything it can name, so nothing it can reach has attributes to set.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class StandIn(metaclass=Sealed):
         return mine == (other.args, other.kwargs, other.state, other.items, other.pairs)
 
     def __hash__(self) -> int:
-        """By class and plain arguments (an enum member); what cannot be told apart that way is not hashable."""
+        """By class and plain arguments (an enum member); instances without such arguments are not hashable."""
         if not self.args or not all(isinstance(arg, str | int) for arg in self.args):
             raise TypeError(f"{self.module}.{self.qualname} as a key")
         return hash((self.module, self.qualname, *self.args))

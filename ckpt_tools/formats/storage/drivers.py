@@ -19,9 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ckpt_tools.errors import UsageError
 
-IN_FLIGHT = (
-    8  # parts of one file that nobody has answered yet: memory is theirs and that of the part being filled
-)
+IN_FLIGHT = 8  # unanswered parts of one file; each takes memory, as does the part that is being filled
 
 
 class Part(NamedTuple):
@@ -31,10 +29,10 @@ class Part(NamedTuple):
     tag: str
 
 
-class Begun(NamedTuple):
-    """An upload that several write: its id, and the number of the first part that this one does."""
+class PartUpload(NamedTuple):
+    """An upload that several processes write: its id, and the number of this process's first part."""
 
-    upload: str
+    id: str
     first_part: int
 
 
@@ -46,7 +44,7 @@ def as_asked(parts: Iterable[Part]) -> dict[str, Any]:
 class Multipart:
     """Takes bytes front to back. The file appears when it is closed; `discard` leaves nothing of it.
 
-    `ask` sends a request about this file (method and its arguments) and returns the answer. Threads of its own begin
+    `ask` sends a request about this file (method and its arguments) and returns the answer. Its threads start
     with the first part and end with the file.
     """
 
@@ -55,14 +53,14 @@ class Multipart:
         ask: Callable[..., Any],
         part_bytes: int,
         in_flight: int = IN_FLIGHT,
-        begun: Begun | None = None,
+        upload: PartUpload | None = None,
     ) -> None:
-        """`begun`: an upload of which this is a stretch; who has begun it completes or aborts it."""
+        """`upload`: this file is a part range of that upload, which its starter completes or aborts."""
         self._ask, self._part_bytes, self._in_flight = ask, part_bytes, in_flight
         self._pool = ThreadPoolExecutor(in_flight, "ckpt-part")
-        self._is_stretch = begun is not None
-        self._upload: str | None = begun.upload if begun else None
-        self._first = begun.first_part if begun else 1
+        self._is_part_range = upload is not None
+        self._upload: str | None = upload.id if upload else None
+        self._first = upload.first_part if upload else 1
         self._buffer = BytesIO()
         self._asked: deque[Future[Any]] = deque()
         self._tags: list[str] = []
@@ -97,7 +95,7 @@ class Multipart:
         self._pool.shutdown(cancel_futures=True)
         self._asked.clear()
         self._buffer = BytesIO()
-        if self._upload is not None and not self._is_stretch:
+        if self._upload is not None and not self._is_part_range:
             self._ask("abort_multipart_upload", UploadId=self._upload)
             self._upload = None
 
@@ -120,14 +118,14 @@ class Multipart:
 
 _COPIED_BYTES = 8 << 20  # at once
 
-# `type` ("file", "directory"), `size` in bytes, and what the store tells of the content.
+# `type` ("file", "directory"), `size` in bytes, and fields of the store that identify the content.
 Entry = Mapping[str, Any]
 # The answer to a request, which is repeated while it fails; and the bytes that it moves.
 Call = Callable[[Callable[[float], Any], int], Any]
 
 
 class Upload(NamedTuple):
-    """A multipart upload that was begun and never completed."""
+    """A multipart upload that was started and never completed."""
 
     path: str
     id: str
@@ -152,7 +150,7 @@ class Driver(Protocol):
         """Whether several processes may write parts of one file, of any lengths above the least."""
 
     def address(self) -> str:
-        """URL that requests go to; empty where the driver does not tell."""
+        """URL that requests go to; empty if unknown."""
 
     def page(self, seconds: float, path: str, after: str | None) -> tuple[dict[str, Entry], str | None]:
         """Some of what lies directly inside a folder, by name, and what to go on `after`; None: that was all."""
@@ -164,7 +162,7 @@ class Driver(Protocol):
         """Fill `buffer` from byte `start` of a file. Raises OSError: other than that many bytes came."""
 
     def info(self, seconds: float, path: str) -> Entry:
-        """What the store tells of one file, asked anew."""
+        """The store's entry of one file, never from a cache."""
 
     def put(self, seconds: float, path: str, data: bytes) -> None:
         """Store a file as a whole."""
@@ -176,21 +174,21 @@ class Driver(Protocol):
         """Store a file of so many bytes under another name too, replacing what has it."""
 
     def open_for_writing(
-        self, path: str, part_bytes: int, in_flight: int, call: Call, begun: Begun | None = None
+        self, path: str, part_bytes: int, in_flight: int, call: Call, upload: PartUpload | None = None
     ) -> Any:
         """A file object that uploads what is written to it and appears when it is closed.
 
-        `begun`: a stretch of a file, where `takes_stretches`.
+        `upload`: it is a part range of that upload (only where `takes_stretches`).
         """
 
     def begin(self, seconds: float, path: str) -> Upload:
-        """Begin an upload that several write."""
+        """Start an upload that several processes write."""
 
     def complete(self, seconds: float, upload: Upload, parts: Sequence[Part]) -> None:
         """Make a file of parts."""
 
     def uploads(self, seconds: float, path: str, after: str | None) -> tuple[list[Upload], str | None]:
-        """As `page`, the uploads into a folder and those inside it; none where the driver does not tell."""
+        """As `page`, the uploads into a folder and those inside it; none if the driver cannot list them."""
 
     def abort(self, seconds: float, upload: Upload) -> None:
         """Make the store forget an upload and its parts."""
@@ -198,7 +196,7 @@ class Driver(Protocol):
 
 @contextmanager
 def reading_configuration() -> Iterator[None]:
-    """Around what makes fsspec read its configuration, as its import does, which tells of faults in any class."""
+    """Around what makes fsspec read its configuration (its import does), which raises errors of any class."""
     try:
         yield
     except ImportError:
@@ -278,7 +276,7 @@ class FsspecDriver:
                 shutil.copyfileobj(source, file, _COPIED_BYTES)
 
     def open_for_writing(
-        self, path: str, part_bytes: int, in_flight: int, call: Call, begun: Begun | None = None
+        self, path: str, part_bytes: int, in_flight: int, call: Call, upload: PartUpload | None = None
     ) -> Any:
         options = {} if self._scheme == "msc" else {"block_size": part_bytes}
         return self.fs.open(path, "wb", **options)
@@ -287,7 +285,7 @@ class FsspecDriver:
         raise NotImplementedError("files are written whole")
 
     def complete(self, seconds: float, upload: Upload, parts: Sequence[Part]) -> None:
-        raise NotImplementedError("no upload was begun")
+        raise NotImplementedError("no upload was started")
 
     def uploads(self, seconds: float, path: str, after: str | None) -> tuple[list[Upload], str | None]:
         return [], None

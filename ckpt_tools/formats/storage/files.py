@@ -3,7 +3,7 @@
 Everything that reads a checkpoint takes a `Files`: a flat folder of named files, read by exact byte ranges.
 A location is a string, never a path object, so that a URL stays what the user typed.
 
-A checkpoint comes from strangers, and so do the links, FIFOs and devices in its folder. Only plain files are opened.
+A checkpoint is untrusted, and so are the links, FIFOs and devices in its folder. Only plain files are opened.
 A link may lead to another place of the folder, or from a snapshot of a Hugging Face cache to that model's blobs;
 where else it leads is only followed after `follow_links(True)`, the command line's `--follow-links`. How the user's
 own path leads to the folder is the user's affair.
@@ -71,7 +71,7 @@ def read_whole(files: Files, name: str, limit: int = SMALL_FILE_BYTES) -> bytes:
 
 
 def readable_size(files: Files, name: str) -> int:
-    """Bytes of a file; 0 of one that cannot be read, which is told by who reads it."""
+    """Bytes of a file; 0 if it cannot be read, which the reader reports."""
     try:
         return files.size(name)
     except CkptError:
@@ -79,7 +79,7 @@ def readable_size(files: Files, name: str) -> int:
 
 
 class Stamp(NamedTuple):
-    """Tells a file from what stood there before: whoever replaces one may give it the same length and time."""
+    """Distinguishes a file from an earlier one of its name, which may have had the same length and time."""
 
     size: int
     mtime_ns: int
@@ -282,7 +282,7 @@ class LocalFiles:
 
 
 def _path_of(fd: int) -> str | None:
-    """The path of what was really opened; None where the system does not tell."""
+    """The path of what was really opened; None if the system does not say."""
     with suppress(OSError):
         path = os.readlink(f"/proc/self/fd/{fd}")  # noqa: PTH115  as text
         if path.startswith("/") and not path.endswith(" (deleted)"):
@@ -321,5 +321,5 @@ def absent_folder(folder: Path) -> str:
     if not parent.is_dir():
         return f"{folder} does not exist. Nor does {parent}."
     close = difflib.get_close_matches(folder.name, [entry.name for entry in parent.iterdir()], n=1)
-    hint = f"Did you mean {parent / close[0]}?" if close else "There is nothing of a similar name beside it."
+    hint = f"Did you mean {parent / close[0]}?" if close else "No file next to it has a similar name."
     return f"{folder} does not exist. {hint}"

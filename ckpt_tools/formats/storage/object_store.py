@@ -1,6 +1,6 @@
 """One folder of an object store: where it is, how requests are repeated, and what is asked of it.
 
-A URL is one name and never a pattern, and folders are walked by listing them. S3 has a driver of its own, all others
+A URL is one name and never a pattern, and folders are walked by listing them. S3 has its own driver, all others
 are fsspec's.
 """
 
@@ -20,12 +20,12 @@ from ckpt_tools.credentials import hidden, revealed
 from ckpt_tools.errors import CkptError, StorageError, UsageError
 from ckpt_tools.formats.storage.drivers import (
     IN_FLIGHT,
-    Begun,
     Driver,
     Entry,
     FsspecDriver,
     NoBucketError,
     Part,
+    PartUpload,
     Upload,
 )
 from ckpt_tools.formats.storage.files import path_in, refuse_location
@@ -64,7 +64,7 @@ _UNREACHABLE = {
     "ProxyConnectionError",
 }  # fmt: skip
 _UNREACHABLE_ATTEMPTS = 2
-_REACHED: set[tuple[str, int]] = set()  # hosts and ports that somebody listens at
+_REACHED: set[tuple[str, int]] = set()  # hosts and ports that have answered
 
 T = TypeVar("T")
 
@@ -147,13 +147,13 @@ class Store:
         raise AssertionError("the last attempt returns or raises")
 
     def _attempts(self, error: BaseException) -> int:
-        """How often to ask in all; a store that never answered and cannot be reached is told of in seconds."""
+        """How often to ask in all; fail within seconds if the store never answered and cannot be reached."""
         if self._answered or not _UNREACHABLE & {type(one).__name__ for one in _causes(error)}:
             return self.retry.attempts
         return min(self.retry.attempts, _UNREACHABLE_ATTEMPTS)
 
     def _reach(self, what: str) -> None:
-        """Prove once that somebody listens at the store's address; drivers take minutes to say that nobody does."""
+        """Check once that the store's address accepts connections; drivers take minutes to say no."""
         place = None if self._answered else self._host()
         if place is None or place in _REACHED:
             return
@@ -178,7 +178,7 @@ class Store:
         ):  # no such profile, no region, no such port: the request itself says it better
             found = urlsplit(self.driver.address())
             url, port = found, found.port
-        from urllib.request import (  # http and ssl: nobody without a store pays for them
+        from urllib.request import (  # http and ssl: only stores need them
             getproxies,
             proxy_bypass,
         )
@@ -188,7 +188,7 @@ class Store:
         return url.hostname, port or (443 if url.scheme == "https" else 80)
 
     def entries(self, name: str = "") -> dict[str, Entry]:
-        """What the driver tells of each file and folder directly inside; empty when there is no such folder."""
+        """The driver's entry of each file and folder directly inside; empty when there is no such folder."""
         path, what = self.path(name), f"{self.where(name)}: listing"
         found: dict[str, Entry] = {}
         after: str | None = None
@@ -219,7 +219,7 @@ class Store:
         self.call(what, lambda t: self.driver.get_into(t, path, start, buffer), len(buffer))
 
     def version(self, name: str) -> str | None:
-        """What tells this content of a file from another, asked anew; None where the driver tells nothing."""
+        """Identifies a file's content (an ETag, say), never from a cache; None if the driver has nothing."""
         what = f"{self.where(name)}: asking"
         return version_of(self.call(what, lambda t: self.driver.info(t, self.path(name))))
 
@@ -259,18 +259,18 @@ class Store:
                 yield inner
 
     def open_for_writing(
-        self, name: str, part_bytes: int, in_flight: int = IN_FLIGHT, begun: Begun | None = None
+        self, name: str, part_bytes: int, in_flight: int = IN_FLIGHT, upload: PartUpload | None = None
     ) -> Any:
         """A file object that uploads what is written to it in parts and appears when it is closed.
 
-        On S3 several parts are on their way at once, and it may be a stretch of a file (`Multipart`).
+        On S3 several parts are on their way at once, and it may upload a part range of a file (`Multipart`).
         """
         what = f"{self.where(name)}: writing"
         call = partial(self.call, what)
-        return self.driver.open_for_writing(self.path(name), part_bytes, in_flight, call, begun)
+        return self.driver.open_for_writing(self.path(name), part_bytes, in_flight, call, upload)
 
     def begin_upload(self, name: str) -> str:
-        """Begin an upload that several write stretches of; its id."""
+        """Start an upload that several processes write part ranges of; its id."""
         what = f"{self.where(name)}: writing"
         return self.call(what, lambda t: self.driver.begin(t, self.path(name))).id
 
@@ -284,9 +284,9 @@ class Store:
             self.call(f"{self.where(name)}: completing", asked)
 
     def abort_uploads(self) -> None:
-        """Abort the multipart uploads into this folder that were begun and never completed.
+        """Abort the multipart uploads into this folder that were never completed.
 
-        Nobody sees their parts, and every one is paid for. Where the store does not list them, they stay: its own
+        Their parts are invisible but billed. Where the store does not list them, they stay: its own
         rules may end them.
         """
         for one in self._uploads():
@@ -313,7 +313,7 @@ def no_bucket(what: str, why: str) -> StorageError:
 
 
 def version_of(entry: Mapping[str, Any]) -> str | None:
-    """What a driver tells of a file's content or its last change, under the names that drivers use."""
+    """Identifies a file's content or its last change: the first of the fields that drivers use for it."""
     kinds = ("ETag", "etag", "generation", "md5Hash", "LastModified", "mtime", "created")
     return next((str(entry[kind]) for kind in kinds if entry.get(kind)), None)
 

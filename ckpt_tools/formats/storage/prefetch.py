@@ -1,9 +1,9 @@
-"""Ranges of a store's files on their way before they are read: who knows what a thread will read tells it here.
+"""Prefetching: ranges of a store's files that a thread will read are requested before it reads them.
 
 A request takes 20-50 ms whatever its size, and up to a millisecond of this machine's work. So neighbouring ranges of
 what is to be read become one request of up to 8 MiB, and some are under way while the thread works on earlier ones.
-Nothing depends on the foretelling: what was not foretold is read when it is asked for, and what is foretold and never
-read is dropped with its job.
+Prefetching is only a hint: a range that was not announced is read when it is needed, and one that is announced but
+never read is dropped with its job.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Request:
         self.answer: Future[None]
 
     def send(self) -> None:
-        import numpy as np  # memory that nobody fills with zeros first
+        import numpy as np  # memory that is not filled with zeros first
 
         files, name, start, _ = self.range
         self.data = np.empty(self.range.nbytes, np.uint8).data
@@ -93,22 +93,24 @@ class ReadAhead(Generic[Job]):
             memory_bytes,
             max(share - share % REQUEST_BYTES, min(share, REQUEST_BYTES)),
         )
-        self._taken: deque[Job] = deque()  # told of, not begun
-        self._begun = self._told = 0  # how many jobs
-        self._ranges = self._told_ranges()
+        self._taken: deque[Job] = deque()  # announced, not started
+        self._started = self._announced = 0  # how many jobs
+        self._ranges = self._announced_ranges()
         self._rest: Range | None = None  # of one that was too long for its round
         self._requests: list[_Request] = []
         self._held = 0  # bytes on their way or here
 
     def __iter__(self) -> Iterator[Job]:
         while True:
+            self._drop(lambda request: request.job <= self._started)
+            if not self._taken:  # the last job has ended: what it did not read needs no request
+                self._rest = None
+                while not self._taken and next(self._ranges, self) is not self:
+                    pass
             self._ask()
-            while not self._taken and self._ask_for(1):
-                pass
             if not self._taken:
                 return
-            self._begun += 1
-            self._drop(lambda request: request.job < self._begun)
+            self._started += 1
             yield self._taken.popleft()
 
     def fill(self, files: Fetching, name: str, offset: int, buffer: memoryview) -> int:
@@ -150,8 +152,8 @@ class ReadAhead(Generic[Job]):
 
     def _ask_for(self, nbytes: int) -> bool:
         """Ask for about so many bytes of what comes next; False when nothing does."""
-        told, found = self._told, list[tuple[Range, int]]()
-        paid = 0  # of what the job reads, as it counts for some bytes in any case
+        announced, found = self._announced, list[tuple[Range, int]]()
+        paid = 0  # bytes of the job's ranges that its minimum (_JOB_BYTES) has already been charged for
         while nbytes > 0:
             try:
                 one = self._rest or next(self._ranges)
@@ -166,7 +168,7 @@ class ReadAhead(Generic[Job]):
                 one, self._rest = one._replace(stop=cut), one._replace(start=cut)
             nbytes -= max(0, one.nbytes - paid)
             paid = max(0, paid - one.nbytes)
-            found.append((one, self._told))
+            found.append((one, self._announced))
         requests: list[_Request] = []
         for one, job in sorted(found, key=lambda entry: (id(entry[0].files), *entry[0][1:])):
             if requests and requests[-1].joins(one):
@@ -177,13 +179,13 @@ class ReadAhead(Generic[Job]):
             request.send()
             self._held += request.range.nbytes
         self._requests += requests
-        return bool(found) or self._told > told
+        return bool(found) or self._announced > announced
 
-    def _told_ranges(self) -> Iterator[Range | None]:
-        """For every job None and what it reads; what is wrong with that is left to who reads it, and tells of it."""
+    def _announced_ranges(self) -> Iterator[Range | None]:
+        """For every job None and then its ranges; a wrong range is left to the reader, which reports it."""
         for job in self._jobs:
             self._taken.append(job)
-            self._told += 1
+            self._announced += 1
             yield None
             with suppress(CkptError):
                 for one in self._reads(job):
@@ -204,7 +206,7 @@ def reading_ahead(
     """Give the block the `jobs` one after the other; what this thread reads for them was asked for before.
 
     Args:
-        jobs: may be shared by threads; some are taken before the one that is begun has ended.
+        jobs: may be shared by threads; some are taken before the current one has ended.
         reads: the ranges that a job reads, each once and in order.
         memory_bytes: that requests under way and bytes not yet read may take; 0: nothing is read ahead.
     """

@@ -87,7 +87,7 @@ class RemoteFiles:
             buffer[:] = memoryview(window.data)[offset - window.start :][: len(buffer)]
 
     def stamps(self, names: Sequence[str]) -> dict[str, tuple[int | None, str | None]]:
-        """Length and version of each file, asked anew: equal as long as nothing changed; Nones when it is gone."""
+        """Length and version of each file, uncached: equal as long as nothing changed; Nones when it is gone."""
         places = {name: name.rpartition("/") for name in names}
         folders = {folder: self._store.entries(folder) for folder, _, _ in places.values()}
         entries = {name: folders[folder].get(last, {}) for name, (folder, _, last) in places.items()}

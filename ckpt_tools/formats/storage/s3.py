@@ -18,19 +18,19 @@ from urllib.parse import urlsplit
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.storage.drivers import (
-    Begun,
     Call,
     Entry,
     Multipart,
     NoBucketError,
     Part,
+    PartUpload,
     Upload,
     as_asked,
 )
 
-_USUAL_SECONDS = 20.0  # that `Retry` gives a request: who tells the address serves most of them too
-_CONNECTIONS = 256  # kept at most; more at once are closed after each request, and told of
-# An access point stands where a bucket does: its name has slashes or colons.
+_USUAL_SECONDS = 20.0  # that `Retry` gives a request: the client of the address serves most of them too
+_CONNECTIONS = 256  # kept at most; more at once are closed after each request, with a warning
+# An access point takes a bucket's place: its name has slashes or colons.
 _BUCKET = re.compile(
     r"(?s)(arn:[^:/]+:s3[^:/]*:[^:/]*:[^:/]*:(?:outpost[:/][^:/]+[:/])?(?:bucket|accesspoint)[:/][^:/]+|[^/]*)/?(.*)"
 )
@@ -137,7 +137,7 @@ class S3Driver:
         self._ask(seconds, "complete_multipart_upload", **_object(upload.path), **asked)
 
     def open_for_writing(
-        self, path: str, part_bytes: int, in_flight: int, call: Call, begun: Begun | None = None
+        self, path: str, part_bytes: int, in_flight: int, call: Call, upload: PartUpload | None = None
     ) -> Multipart:
         def ask(method: str, **asked: Any) -> Any:
             try:
@@ -146,10 +146,10 @@ class S3Driver:
                     len(asked.get("Body", b"")),
                 )
             except FileNotFoundError as error:
-                # Ended by another, or completed though the answer was lost: whoever began it may begin it anew.
+                # Ended by another, or completed though the answer was lost: its starter may start it again.
                 raise OSError(f"the upload is not there any more: {error}") from error
 
-        return Multipart(ask, part_bytes, in_flight, begun)
+        return Multipart(ask, part_bytes, in_flight, upload)
 
     def uploads(self, seconds: float, path: str, after: str | None) -> tuple[list[Upload], str | None]:
         bucket, prefix = _folder(path)
@@ -192,7 +192,7 @@ class S3Driver:
             if key not in _clients:
                 unsigned = os.environ.get("FSSPEC_S3_ANON", "").lower() in ("1", "true", "yes", "on")
                 config = Config(
-                    connect_timeout=wait,  # also what a part may take to send on a connection of its own
+                    connect_timeout=wait,  # also what a part may take to send on its connection
                     read_timeout=wait,
                     max_pool_connections=_CONNECTIONS,
                     # `Store.call` repeats, with its own pauses: both would multiply.
@@ -231,7 +231,7 @@ def _folder(path: str) -> tuple[str, str]:
 
 
 def _told(error: Any) -> OSError:
-    """What the store said, in Python's words."""
+    """The store's error as one of Python's."""
     said, status = error.response.get("Error", {}), error.response["ResponseMetadata"].get("HTTPStatusCode")
     code, kind = str(said.get("Code", status)), OSError
     if code == "NoSuchBucket":
@@ -261,7 +261,7 @@ def _fill(buffer: memoryview, answer: Any, stop: float) -> None:
             raise OSError(f"{len(data)} bytes came instead of {len(buffer)}")
         buffer[:] = data
         return
-    # Where botocore sets a socket's time-out: its own `readinto` copies, and waits for whoever sends byte by byte.
+    # Where botocore sets a socket's time-out: its own `readinto` copies, and waits without end for a slow peer.
     try:
         if length != len(buffer):
             raise OSError(f"{length} bytes came instead of {len(buffer)}")

@@ -53,7 +53,7 @@ ARCHIVE_END = 4096
 
 
 class Stretch(NamedTuple):
-    """Bytes of a file that one checksum stands for."""
+    """Bytes of a file that one checksum covers."""
 
     start: int
     nbytes: int
@@ -257,7 +257,7 @@ def _check_records(data: bytes, where: str) -> None:
 
 
 def read_small_file(files: Files, name: str) -> bytes:
-    """All bytes of a file beside the tensors; one that is an archive, such as `common.pt`, is proven."""
+    """All bytes of a file that is not a tensor item; the checksums of an archive (`common.pt`) are verified."""
     item = whole_file(files, name)
     if item.length >= len(_ZIP) and files.read(name, 0, len(_ZIP)) == _ZIP:
         return read_archive(files, item)

@@ -46,8 +46,8 @@ class _Blanks(NamedTuple):
     payload: a checkpoint has many tensors of one shape, and the zip records cost more than the CRC of a small one.
     """
 
-    crc: int  # where the payload's first stands, in bytes from the tail's start
-    form: bytes  # the tail with a `%b` wherever one stands
+    crc: int  # offset of the payload's first CRC, in bytes from the tail's start
+    form: bytes  # the tail with a `%b` for each CRC
     before: int  # combined CRC-32s of the records in front of the payload, and of those behind
     behind: tuple[int, ...]
 
@@ -147,7 +147,7 @@ def framed_tensor(dtype: str, shape: Sequence[int], payload: bytes) -> bytes:
 
 
 def _tail_form(records: list[WrittenRecord], start: int) -> tuple[int, _Blanks]:
-    """Length and form of what stands from archive offset `start` on, behind the payload, the last of `records`.
+    """Length and form of the archive from offset `start` on: all after the payload, which is the last of `records`.
 
     It is written once with zeros where the payload's CRC-32 has a say, and those places are cut out afterwards. In
     the order in which `Frame.tail` fills them in::

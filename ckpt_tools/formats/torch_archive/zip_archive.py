@@ -182,7 +182,7 @@ def append_record(out: bytearray, base: int, name: bytes, content: bytes) -> Wri
 
 
 def local_header(record: WrittenRecord) -> bytes:
-    """What stands in front of a record's content, filled up so that this begins at a multiple of `ALIGNMENT`."""
+    """A record's local header, padded so that its content begins at a multiple of `ALIGNMENT`."""
     name, offset, size, _ = record
     extra = _zip64_extra(size, 0, offset)  # the stored size is not known yet when miniz writes this
     pad = -(offset + _LOCAL.size + len(name) + len(extra) + _EXTRA.size) % ALIGNMENT
@@ -191,7 +191,7 @@ def local_header(record: WrittenRecord) -> bytes:
 
 
 def descriptor(record: WrittenRecord) -> bytes:
-    """What stands behind a record's content; miniz writes none behind an empty one."""
+    """A record's data descriptor; miniz writes none after empty content."""
     if not record.size:
         return b""
     wide = record.size >= _U32 or record.offset >= _U32

@@ -1,8 +1,6 @@
 """Any state dict that PyTorch's own `torch.distributed.checkpoint` saved: no format of Megatron, one of everybody's.
 
-* `state_dict`: which keys are weights, which optimizer states; names without what wrappers put around them
-* `one_model`: which keys of two state dicts are the same, where one has its model inside of a wrapper
-* `index_names`: which parameter an optimizer means that numbers them
-* `read`: the checkpoint of a Megatron model as a `Model`
+* `state_dict`: which keys are weights, which optimizer states; which keys of two dicts are the same
+* `read`: the checkpoint of a Megatron model as a `Model`; names of parameters that an optimizer numbers
 * `write`: from a `Model` to a plain state dict
 """

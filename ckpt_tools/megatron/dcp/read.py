@@ -1,19 +1,18 @@
 """READ: the plain state dict of a Megatron model, as Megatron's `torch_dcp` or our own `--to dcp` writes it.
 
-Weights have the names of the running model, and masters stand beside them (`torch_dcp`) or in their place. What is
+Weights have the names of the running model, and masters are next to them (`torch_dcp`) or in their place. What is
 not a parameter or its state is nested as the training job had it. From there on it is read as `fsdp_dtensor` is.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems, raise_if
 from ckpt_tools.formats.storage.files import Files
-from ckpt_tools.megatron.dcp.index_names import name_numbers
 from ckpt_tools.megatron.dcp.state_dict import (
     OptimizerKeys,
     StateDict,
@@ -24,21 +23,20 @@ from ckpt_tools.megatron.dcp.state_dict import (
     without_segments,
 )
 from ckpt_tools.megatron.dcp.write import ADAM_FIELDS, INITIAL_LR
-from ckpt_tools.megatron.fsdp_dtensor.flatten import unflatten
 from ckpt_tools.megatron.fsdp_dtensor.parameters import FsdpTensor
 from ckpt_tools.megatron.fsdp_dtensor.read import (
     FsdpSource,
     SmallValues,
     fsdp_model,
-    nested_path,
-    rng_ranks_in,
+    read_training_state,
     step_number,
+    unread_optimizer,
 )
 from ckpt_tools.megatron.fsdp_dtensor.write import NOT_LOADED
 from ckpt_tools.megatron.keys import BUFFERS, COMMON_ITEMS, NESTED_STATES, STEP, left_out_by
 from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.megatron.run_state.record import read_record
-from ckpt_tools.megatron.run_state.stored_values import checked_field, fields_at
+from ckpt_tools.megatron.run_state.stored_values import checked_field
 from ckpt_tools.megatron.torch_dist.optimizers import is_adams
 from ckpt_tools.model.catalog import Catalog, TensorEntry, leave_out
 from ckpt_tools.model.choices import LayerSpec
@@ -69,7 +67,6 @@ def dcp_model(
     layer_spec: LayerSpec | None = None,
     weights_only: bool = False,
 ) -> Model:
-    """The model that a plain state dict of a Megatron job holds."""
     refuse_group_map(files.location, catalog)
     catalog, left_out = leave_out(catalog, ignored)
     found = read_state_dict(catalog)
@@ -77,29 +74,26 @@ def dcp_model(
         some = ", ".join(list(found.weights)[:3])
         raise UnsupportedCheckpointError(
             f"{files.location} is a PyTorch state dict, and its weights ({some}, ...) do not have the names of a "
-            "Megatron model. It can be laid out anew as what it is (convert --to dcp --dp-shard N). If the names are "
+            "Megatron model. It can be re-sharded (convert --to dcp --dp-shard N). If the names are "
             "Hugging Face's, export-hf SRC HF --hf-config MODEL makes the folder, where MODEL has the config.json; "
             "other names are translated by the program that trained it (torchtitan: "
             "scripts/checkpoint_conversion/convert_to_hf.py). import-hf makes a Megatron checkpoint of such a folder"
         )
     _refuse_parts(files.location, common)
     names = Counter(map(_unwrapped, found.weights))
-    if twice := [name for name, count in names.items() if count > 1]:
-        raise MappingError("weights that are one without their wrappers:\n" + list_problems(twice), twice)
+    twice = [name for name, count in names.items() if count > 1]
+    raise_if(twice, MappingError, "weights that are one without their wrappers")
     values = SmallValues(files, trust_pickle)
     kinds, groups, notes = _optimizers(found, catalog, values, rounds, weights_only)
-    nested, dropped = _nested(found, catalog, values)
-    tree = unflatten(nested) if nested else {}
+    others = (k for k in found.others if k not in COMMON_ITEMS and not k.startswith(NESTED_STATES))
     source = FsdpSource(
         catalog=catalog,
         common=common,
         tensors=tuple(_tensor(name, key, kinds.get(name, {}), catalog, values)
                       for name, key in found.weights.items()),
         groups={_unwrapped(name): fields for name, fields in groups.items()},
-        scheduler=fields_at(tree.get("opt_param_scheduler", {}), "opt_param_scheduler"),
-        rng=rng_ranks_in(tree),
-        grad_scaler=fields_at(tree.get("optimizer", {}).get("grad_scaler", {}), "optimizer.grad_scaler"),
-        dropped=(*left_out, *dropped),
+        **read_training_state(catalog, values)._asdict(),
+        dropped=(*left_out, *left_out_by(_DROPPED, others)),
         notes=notes,
         record=read_record(files),
     )  # fmt: skip
@@ -147,13 +141,9 @@ def _optimizers(
     except MappingError as error:
         if not weights_only:
             raise
-        note = f"the optimizer, which is left out, could not be read: {str(error).splitlines()[0]}"
-        return {}, {}, (note,)
+        return {}, {}, (unread_optimizer(error),)
     stray = [name for name in kinds if name not in found.weights]
-    if stray:
-        raise MappingError(
-            "optimizer states of parameters that the model does not have:\n" + list_problems(stray), stray
-        )
+    raise_if(stray, MappingError, "optimizer states of parameters that the model does not have")
     return kinds, {} if weights_only else groups, ()
 
 
@@ -179,8 +169,8 @@ def _parameters(
     named, masters = numbered(optimizer, members, found, catalog, rounds)
     for group, numbers in zip(plain, members, strict=True):
         for number in numbers:
-            beside = {MASTER: masters[number]} if number in masters else {}
-            states = beside | dict(optimizer.states.get(str(number), {}))
+            master = {MASTER: masters[number]} if number in masters else {}
+            states = master | dict(optimizer.states.get(str(number), {}))
             if states:
                 yield named[number], states, group
 
@@ -192,7 +182,7 @@ def numbered(
     catalog: Catalog,
     rounds: Rounds | None,
 ) -> tuple[dict[int, str], dict[int, str]]:
-    """The name and the master's key of every number; masters stand for the 16-bit parameters of a group in order."""
+    """The name and the master's key of every number; masters are of the 16-bit parameters of a group in order."""
     parameters = {
         name: catalog.tensors[key].shape
         for name, key in found.weights.items()
@@ -273,16 +263,13 @@ def megatron_fields(fields: Mapping[str, Any], step: float | None) -> Mapping[st
 
 
 def _value(key: str, catalog: Catalog, values: SmallValues) -> Any:
-    """A group's field: an object, or a number that was kept as a tensor."""
-    if key in catalog.objects:
-        return values.load(catalog.objects[key].item)
-    return step_number(values.tensor(catalog.tensors[key]))
+    value = values.at(catalog, key)
+    return step_number(value) if key in catalog.tensors else value
 
 
 def _tensor(
     name: str, key: str, states: Mapping[str, str], catalog: Catalog, values: SmallValues
 ) -> FsdpTensor:
-    """A weight and its states as they stand."""
     weight = catalog.tensors[key]
     kept: dict[str, TensorEntry] = {WEIGHT: weight}
     step = None
@@ -314,19 +301,102 @@ def _unwrapped(name: str) -> str:
     return name
 
 
-def _nested(
-    found: StateDict, catalog: Catalog, values: SmallValues
-) -> tuple[dict[tuple[str | int, ...], object], Iterable[str]]:
-    """The leaves of nested states by path, and a line for each key that is left out."""
-    nested: dict[tuple[str | int, ...], object] = {}
-    others = list[str]()
-    for key in found.others:
-        if key.startswith(NESTED_STATES):
-            of_tensor = key in catalog.tensors
-            value = (
-                values.tensor(catalog.tensors[key]) if of_tensor else values.load(catalog.objects[key].item)
+# ---- names of numbered parameters
+
+Shape: TypeAlias = tuple[int, ...]
+Fits: TypeAlias = Callable[[str, int], bool]
+"""Whether a parameter may be the one with a number."""
+_Way: TypeAlias = "tuple[_Way, int, str] | None"
+_MAX_OPEN = 1 << 14  # beginnings that are looked at side by side
+_WAY_OUT = (
+    "Save its states by name (torch.distributed.checkpoint.state_dict.get_optimizer_state_dict), or leave them out "
+    "with --weights-only"
+)
+
+
+class OpenChoiceError(MappingError):
+    """Several orders fit, and nothing stored tells which is right: the checkpoint may be sound all the same."""
+
+
+def name_numbers(
+    groups: Sequence[Sequence[int]],
+    parameters: Mapping[str, Shape],
+    shapes: Mapping[int, Shape],
+    proves: Fits | None = None,
+) -> dict[int, str]:
+    """The name of every parameter that `optimizer.state_dict()` numbers, counting through its groups.
+
+    Inside of a group the parameters keep the order of the model's. Shapes say where the groups interleave; where they
+    leave a choice, masters that round to their weights decide. What is still open then is not guessed.
+
+    Args:
+        groups: numbers of each group's parameters, in its order.
+        parameters: names and shapes in the model's order, those that are not trained among them.
+        shapes: of the states of a number; a number without states fits any shape.
+        proves: a dearer test by content, asked only where shapes leave a choice.
+    """
+    has_shape: Fits = lambda name, number: shapes.get(number, parameters[name]) == parameters[name]  # noqa: E731
+    found = _interleavings(groups, list(parameters), has_shape)
+    if len(found) > 1 and proves is not None:
+        seen: dict[tuple[str, int], bool] = {}
+
+        def fits(name: str, number: int) -> bool:
+            at = name, number
+            if at not in seen:
+                seen[at] = has_shape(name, number) and (number not in shapes or proves(name, number))
+            return seen[at]
+
+        found = _interleavings(groups, list(parameters), fits)
+    total = sum(map(len, groups))
+    if not found:
+        raise MappingError(
+            f"the optimizer numbers {total} parameters in {len(groups)} groups, and in no order of the groups have "
+            f"its states the shapes of the model's {len(parameters)} weights: they belong to another model"
+        )
+    first, *others = found
+    if others:
+        number = next(n for n in first if first[n] != others[0].get(n))
+        raise OpenChoiceError(
+            f"the optimizer numbers its parameters, and its parameter {number} may be {first[number]} or "
+            f"{others[0].get(number)}: nothing stored tells. {_WAY_OUT}"
+        )
+    return first
+
+
+def _interleavings(groups: Sequence[Sequence[int]], names: Sequence[str], fits: Fits) -> list[dict[int, str]]:
+    """Up to two ways to give the numbers to names, both in order; names may be left over.
+
+    A way is a chain of (the way before, number, name). Distinct paths to one state are distinct assignments.
+    """
+    open_ways: dict[tuple[int, ...], list[_Way]] = {(0,) * len(groups): [None]}
+    spare = len(names) - sum(map(len, groups))
+    for at, name in enumerate(names):
+        following: dict[tuple[int, ...], list[_Way]] = {}
+        for taken, ways in open_ways.items():
+            if at - sum(taken) < spare:  # it may be frozen, or a buffer
+                _add(following, taken, ways)
+            for g, group in enumerate(groups):
+                if taken[g] < len(group) and fits(name, number := group[taken[g]]):
+                    step = (*taken[:g], taken[g] + 1, *taken[g + 1 :])
+                    _add(following, step, [(way, number, name) for way in ways])
+        if len(following) > _MAX_OPEN:
+            raise OpenChoiceError(
+                f"the optimizer numbers its parameters, and too many orders of its {len(groups)} groups fit the "
+                f"model's shapes. {_WAY_OUT}"
             )
-            nested[nested_path(catalog, key)] = value
-        elif key not in COMMON_ITEMS:
-            others.append(key)
-    return nested, left_out_by(_DROPPED, others)
+        open_ways = following
+    return [_names(way) for way in open_ways.get(tuple(map(len, groups)), [])]
+
+
+def _add(ways: dict[tuple[int, ...], list[_Way]], taken: tuple[int, ...], more: Sequence[_Way]) -> None:
+    """Keep two ways to a position at most: a third tells nothing new."""
+    kept = ways.setdefault(taken, [])
+    kept += more[: 2 - len(kept)]
+
+
+def _names(way: _Way) -> dict[int, str]:
+    found: dict[int, str] = {}
+    while way is not None:
+        way, number, name = way
+        found[number] = name
+    return found

@@ -2,18 +2,18 @@
 
 Models and optimizers give their state dicts names, and a program puts both under names of its own::
 
-    model.<name>, <name>, app.model.<name>               the weights: torchtitan's flat ones stand at the top
+    model.<name>, <name>, app.model.<name>               the weights: torchtitan's flat ones are at the top
     optimizer.state.<name>.exp_avg                       `get_optimizer_state_dict`: by name
     optimizer.param_groups.0.lr, .params                   its groups hold the names of their parameters
     optimizer.state.<name>.exp_avg                       the same with `flatten_optimizer_state_dict`
     optimizer.param_groups.<name>.lr                       every parameter has its group's fields
     optimizer.state.7.exp_avg                            `optimizer.state_dict()`: by number, through all groups
-    optimizer.optimizer.state.7.exp_avg                  Megatron's `torch_dcp`: so too, and the masters beside it
+    optimizer.optimizer.state.7.exp_avg                  Megatron's `torch_dcp`: so too, with masters next to it
     optimizer.fp32_from_fp16_params.0.7                    by group and place in it
 
 A program saves its model inside of dicts (``model.``, ``app.model.``), and wrappers (DDP, FSDP, torch.compile,
 activation checkpointing) add segments of their own, in front of all names or inside of some. What is in front is not
-guessed from a list: whoever knows the model's names gives them (`named_model`).
+guessed from a list: callers that know the model's names pass them (`named_model`).
 
 Which dict holds the model, the optimizer's names and shapes tell. Every other dict that may hold weights (an EMA, a
 second model) is `more`, and no command leaves it out. Other keys (rng states, data loaders) travel unread.
@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Literal, NamedTuple, TypeAlias
 
-from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.errors import MappingError, list_problems, raise_if
 from ckpt_tools.megatron.keys import canonical_kind, state_role
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.dtypes import FLOATING
@@ -56,7 +56,7 @@ _MEGATRON = re.compile(
 
 
 class _Leaf(NamedTuple):
-    """A key inside an optimizer's state dict: `steps` are what stands behind `state` or `param_groups`."""
+    """A key inside an optimizer's state dict: `steps` are what follows `state` or `param_groups`."""
 
     key: str
     root: str
@@ -80,7 +80,6 @@ class OptimizerKeys:
     prefix: str = ""  # in front of the names that its groups list, in `weights`; owners have it
 
     def all_keys(self) -> Iterator[str]:
-        """All its keys."""
         yield from self.masters.values()
         for owned in (*self.states.values(), *self.groups.values()):
             yield from owned.values()
@@ -88,7 +87,7 @@ class OptimizerKeys:
 
 @dataclass(frozen=True, slots=True)
 class StateDict:
-    """A checkpoint's keys, sorted; `model` is what stands in front of every weight's name."""
+    """A checkpoint's keys, sorted; `model` is in front of every weight's name."""
 
     model: str
     weights: Mapping[str, str]  # name -> key
@@ -115,13 +114,11 @@ class StateDict:
 
     @property
     def layout(self) -> str:
-        """The optimizer's layout, for reports."""
         forms = {f"state_dict_{optimizer.form}" for optimizer in self.optimizers}
         return "none" if not forms else forms.pop() if len(forms) == 1 else "state_dict_mixed"
 
 
 def is_megatron(found: StateDict) -> bool:
-    """Whether the weights have the names of Megatron-Core's modules."""
     return any(map(_MEGATRON.fullmatch, found.weights))
 
 
@@ -212,7 +209,7 @@ def _untold(key: str) -> _Leaf | None:
 
 
 def _masters(catalog: Catalog, roots: Iterable[str]) -> dict[str, dict[tuple[int, int], str]]:
-    """Masters that Megatron's 16-bit optimizer keeps beside its inner one, by the root of that."""
+    """Masters that Megatron's 16-bit optimizer keeps next to its inner one, by the root of that."""
     found: dict[str, dict[tuple[int, int], str]] = {}
     for key in catalog.tensors:
         head, name, place = key.partition(f"{_MASTERS}.")
@@ -228,7 +225,7 @@ def is_number(text: str) -> bool:
 
 
 class _Model(NamedTuple):
-    """What stands in front of the names of an optimizer's parameters, and the dicts that hold these."""
+    """What is in front of the names of an optimizer's parameters, and the dicts that hold these."""
 
     front: str
     dicts: tuple[str, ...]
@@ -351,7 +348,7 @@ def shape_of_states(keys: Iterable[str], catalog: Catalog) -> Shape | None:
 
 
 def root_of(catalog: Catalog, key: str) -> str:
-    """The names of the dicts that a tensor stands in, with their dots."""
+    """The names of the dicts that hold a tensor, with their dots."""
     path = catalog.planner_paths.get(key)
     if path is None:
         return "model." if key.startswith("model.") else ""
@@ -413,10 +410,10 @@ _INSIDE = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoin
 
 @dataclass(frozen=True, slots=True)
 class NamedModel:
-    """A model in a state dict: its tensors by name, all of which stand behind `prefix`.
+    """A model in a state dict: its tensors by name, all of which begin with `prefix`.
 
-    `stray` are keys of the same dict that do not stand behind it, `beside` those of other dicts (a data loader, a
-    step count), `optimizer` those of optimizers; tensors and objects alike.
+    `stray` are keys of the same dict that do not, `beside` those of other dicts (a data loader, a
+    step count), `optimizer` those of optimizers; tensors and objects.
     """
 
     prefix: str
@@ -427,12 +424,10 @@ class NamedModel:
 
 
 def without_segments(key: str) -> str:
-    """The name without the segments that wrappers put inside of names."""
     return _INSIDE.sub("", key)
 
 
 def possible_names(catalog: Catalog) -> frozenset[str]:
-    """Everything that the tensors of the model may be called."""
     return frozenset(
         name for key in outside_optimizers(catalog)[0] for name in endings(without_segments(key))
     )
@@ -466,8 +461,8 @@ def named_model(catalog: Catalog, wanted: Collection[str]) -> NamedModel:
             keys.setdefault(name.removeprefix(prefix), []).append(key)
         else:
             stray.append(key)
-    if twice := [" and ".join(found) for found in keys.values() if len(found) > 1]:
-        raise MappingError("keys that are one name without their wrappers:\n" + list_problems(twice), twice)
+    twice = [" and ".join(found) for found in keys.values() if len(found) > 1]
+    raise_if(twice, MappingError, "keys that are one name without their wrappers")
     beside += [key for key in catalog.tensors if key.endswith(EXTRA_STATE) and key not in optimizer]
     names = {name: found[0] for name, found in keys.items()}
     return NamedModel(prefix, names, tuple(stray), tuple(beside), tuple(optimizer))
@@ -480,6 +475,117 @@ def outside_optimizers(catalog: Catalog) -> tuple[list[str], dict[str, None]]:
 
 
 def _root(catalog: Catalog, key: str) -> tuple[str | int, ...] | None:
-    """The dicts that a tensor stands in; None: nothing tells."""
+    """The dicts that hold a tensor, None if unknown."""
     path = catalog.planner_paths.get(key)
     return None if path is None else tuple(path[:-1])
+
+
+# ---- two state dicts of one model, one of which has it inside of a wrapper or of another dict
+
+_Meaning = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """How one of two sides has its keys for those of the other.
+
+    Attributes:
+        side: which of the two, 0 or 1.
+        keys: of every tensor and object -> what the other side calls it, or the key itself.
+        names: of parameters, as groups of an optimizer list them -> the other side's.
+        lists: the keys of those lists.
+        in_front: what is in front of the names, here and there.
+        inside: the names differ inside, too.
+    """
+
+    side: int
+    keys: Mapping[str, str]
+    names: Mapping[str, str]
+    lists: tuple[str, ...]
+    in_front: tuple[str, str]
+    inside: bool
+
+
+class _Names:
+    """The model of one side: its tensors by name, once the segments that wrappers put inside are taken out."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        found = read_state_dict(catalog)
+        self.front, weights = found.model, found.weights
+        if not catalog.planner_paths:  # then nothing but its keys tells the model's dict
+            self.front, weights = "", {key: key for key in outside_optimizers(catalog)[0]}
+        self.given = {without_segments(name): name for name in weights}
+        self.is_clear = bool(weights) and len(self.given) == len(weights)
+        self.has_segments = any(bare != name for bare, name in self.given.items())
+        self._key = weights
+        self._optimizers = found.optimizers
+        self.head = shared_front(self.given)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor, by what is left of its name behind what all have in common."""
+        tensors = self._catalog.tensors
+        return {bare[len(self.head) :]: tensors[self._key[n]].shape for bare, n in self.given.items()}
+
+    def keys(self) -> set[str]:
+        return set(self._key.values())
+
+    def meanings(self, prefix: str) -> dict[_Meaning, str]:
+        """What every key means once the names are without `prefix`."""
+
+        def bare(name: str) -> str:
+            return without_segments(name).removeprefix(prefix)
+
+        found: dict[_Meaning, str] = {("model", bare(name)): key for name, key in self._key.items()}
+        for one in self._optimizers:
+            for part, owners in (("state", one.states), ("group", one.groups)):
+                for owner, fields in owners.items():
+                    found |= {(one.root, part, bare(owner), kind): key for kind, key in fields.items()}
+        named = set(found.values())
+        for key in (*self._catalog.tensors, *self._catalog.objects):
+            if key not in named:
+                inside = self.front != "" and key.startswith(self.front)
+                found["model" if inside else "", bare(key.removeprefix(self.front)) if inside else key] = key
+        return found
+
+    def lists(self) -> Iterator[str]:
+        for one in self._optimizers:
+            yield from (fields["params"] for fields in one.groups.values() if "params" in fields)
+
+
+def spelled_as(sides: tuple[Catalog, Catalog]) -> Spelling | None:
+    """What the side with more in its names calls the other's.
+
+    `module.` of DDP, `_fsdp_wrapped_module.` of FSDP, `model.` of a program that saves its model so: such a prefix
+    may have any name, so it is proven instead. Without it all names of one side must be all names of the other, of
+    the same shapes; a prefix on both sides (`actor.` here, `critic.` there) may be two models and proves nothing.
+
+    None: the model's tensors have the same keys as they are, or it is not proven that the names are of one model.
+    """
+    if sides[0].tensors.keys() == sides[1].tensors.keys():
+        return None
+    models = tuple(map(_Names, sides))
+    if models[0].keys() == models[1].keys():
+        return None
+    if not all(one.is_clear for one in models) or models[0].shapes() != models[1].shapes():
+        return None
+    prefixes = _without_shared_end(models[0].head, models[1].head)
+    if all(prefixes):
+        return None
+    lengths = [sum(map(len, one.keys())) for one in models]
+    side = 0 if lengths[0] > lengths[1] else 1
+    (own, prefix), (other, other_prefix) = [(models[n], prefixes[n]) for n in (side, 1 - side)]
+    theirs = other.meanings(other_prefix)
+    keys = {key: theirs.get(meaning, key) for meaning, key in own.meanings(prefix).items()}
+    if len(set(keys.values())) < len(sides[side].tensors) + len(sides[side].objects):
+        return None  # two keys that mean the same
+    names = {name: other.given[other_prefix + bare.removeprefix(prefix)] for bare, name in own.given.items()}
+    in_front = own.front + prefix, other.front + other_prefix
+    return Spelling(side, keys, names, tuple(own.lists()), in_front, own.has_segments or other.has_segments)
+
+
+def _without_shared_end(a: str, b: str) -> tuple[str, str]:
+    first, second = a.split(".")[:-1], b.split(".")[:-1]
+    while first and second and first[-1] == second[-1]:
+        del first[-1], second[-1]
+    return "".join(f"{one}." for one in first), "".join(f"{one}." for one in second)

@@ -39,11 +39,11 @@ from ckpt_tools.megatron.fsdp_dtensor.write import (
 )
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER
-from ckpt_tools.model.target import InlineTensor, TargetObject, TargetTensor
+from ckpt_tools.model.target import InlineTensor, TargetObject
 
 INITIAL_LR = "initial_lr"  # what torch's schedulers multiply
 DECOUPLED = "decoupled_weight_decay"
-# Fields of torch.optim.Adam and AdamW beside lr, betas, eps and weight_decay, with their defaults.
+# Fields of torch.optim.Adam and AdamW besides lr, betas, eps and weight_decay, with their defaults.
 ADAM_FIELDS: Mapping[str, Any] = {
     "amsgrad": False,
     "foreach": None,
@@ -59,7 +59,7 @@ MODEL, OPTIMIZER = "model", "optimizer"
 _PREFIXES = Prefixes(MODEL, f"{OPTIMIZER}.state")
 _NOT_NAMED = "only Adam's states and groups have names that torch's optimizers ask for here"
 _ADAM = frozenset({"exp_avg", "exp_avg_sq"})
-_APART = frozenset({"params", "step"})  # parameters have the fields, and steps stand among the states
+_APART = frozenset({"params", "step"})  # parameters have the fields, and steps are among the states
 
 
 def build_dcp_target(model: Model, options: TargetOptions) -> FsdpTarget:
@@ -91,10 +91,13 @@ def _optimizer(model: Model, options: TargetOptions, parameters: Sequence[LivePa
     memberships, map_notes = choose_memberships(model, options, trained)
     lacking = [name for name in more if any(name not in group for group in groups)]
     groups = [_with_initial_lr(dict(more) | group) for group in groups]
+    group_of = {p.name: groups[memberships[p.group_name].group] for p in trained}
+    states = (tensor for p in trained for tensor in state_tensors(p, _PREFIXES))
     return Part(
-        tensors=tuple(_flattened(tensor) for p in trained for tensor in state_tensors(p, _PREFIXES)),
-        inline=tuple(_step(p, groups[memberships[p.group_name].group]) for p in trained),
-        objects=tuple(o for p in trained for o in _fields(p, groups[memberships[p.group_name].group])),
+        # every state and field has one dotted name in the optimizer's dict
+        tensors=tuple(replace(t, path=(OPTIMIZER, t.key.removeprefix(f"{OPTIMIZER}."))) for t in states),
+        inline=tuple(_step(p.name, group_of[p.name]["step"]) for p in trained),
+        objects=tuple(field for p in trained for field in _fields(p.group_name, group_of[p.name])),
         backfilled=(
             *filled,
             *(f"group field {name} = {more[name]!r}: torch's default" for name in lacking),
@@ -113,24 +116,19 @@ def _adam_fields(model: Model, trained: Sequence[LiveParameter]) -> Mapping[str,
 
 
 def _with_initial_lr(group: Mapping[str, Any]) -> dict[str, Any]:
-    """With the rate that torch's schedulers multiply."""
     first = group.get("max_lr")
     return {INITIAL_LR: group.get("lr") if first is None else first, **group}
 
 
-def _flattened(tensor: TargetTensor) -> TargetTensor:
-    """A state under one dotted name in the optimizer's dict."""
-    return replace(tensor, path=(OPTIMIZER, tensor.key.removeprefix(f"{OPTIMIZER}.")))
+def _step(parameter: str, step: Any) -> InlineTensor:
+    inner = f"state.{parameter}.step"
+    return InlineTensor(
+        f"{OPTIMIZER}.{inner}", "float32", (), struct.pack("<f", float(step)), (OPTIMIZER, inner)
+    )
 
 
-def _step(parameter: LiveParameter, group: Mapping[str, Any]) -> InlineTensor:
-    inner = f"state.{parameter.name}.step"
-    data = struct.pack("<f", float(group["step"]))
-    return InlineTensor(f"{OPTIMIZER}.{inner}", "float32", (), data, (OPTIMIZER, inner))
-
-
-def _fields(parameter: LiveParameter, group: Mapping[str, Any]) -> Iterator[TargetObject]:
+def _fields(parameter: str, group: Mapping[str, Any]) -> Iterator[TargetObject]:
     for name, value in group.items():
         if name not in _APART:
-            inner = f"param_groups.{parameter.group_name}.{name}"
+            inner = f"param_groups.{parameter}.{name}"
             yield TargetObject(f"{OPTIMIZER}.{inner}", value, (OPTIMIZER, inner))

@@ -1,13 +1,9 @@
 """`fsdp_dtensor`: from a `Model` to its keys, and back.
 
 * `options`: what a user may decide about an `fsdp_dtensor` output
-* `write`: from a `Model` to what the checkpoint must contain: all decisions
-* `parameters`: parameters of the running model as rows of stored ones, and back
-* `fresh_optimizer`: an optimizer that has not begun, for weights that start a job
-* `gating`: which fc1 weights are written in halves
-* `tensors`: the keys, and what stands under them
-* `flatten`: nested values as leaves under dotted keys
-* `stages`: layers that have the numbers of a pipeline stage
+* `write`: to what the checkpoint must contain, from a `Model` or for another topology: all decisions
+* `parameters`: parameters of the running model as rows of stored ones, and back; which are written in halves
+* `fresh_optimizer`: zero moments and step 0, for weights that start a job
+* `tensors`: the keys, and what is stored under them; nested values as leaves
 * `read`: the keys taken apart again; the checkpoint as a `Model`
-* `regroup`: the same checkpoint for another topology
 """

@@ -1,4 +1,4 @@
-"""An optimizer that has not begun, for weights that start a job: zero moments, step 0, a schedule at its beginning.
+"""A fresh optimizer for weights that start a job: zero moments, step 0, a schedule at its beginning.
 
 Megatron-FSDP of core 0.18 and later cannot make its fp32 masters of loaded weights, so that nothing starts from
 weights alone; what starts is a checkpoint with everything that a strict load asks for. Groups are those that Megatron
@@ -41,21 +41,19 @@ _NOT_BEGUN = {"consumed_train_samples": 0, "skipped_train_samples": 0, "consumed
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Of Adam and its schedule, by Megatron's names."""
-
     lr: float
     min_lr: float
     weight_decay: float
     adam_beta1: float
     adam_beta2: float
     adam_eps: float
-    defaults: tuple[str, ...] = ()  # those that nothing told
+    defaults: tuple[str, ...] = ()  # those with no source
 
 
 def with_fresh_optimizer(model: Model, options: TargetOptions) -> tuple[Model, TargetOptions]:
-    """The model with an optimizer that has not begun, and the options of a target that holds it.
+    """The model with a fresh optimizer, and the options of a target that holds it.
 
-    What a checkpoint of the run told beside its weights decides: fields of groups, schedule, rng states.
+    What a checkpoint of the run holds besides weights decides: fields of groups, schedule, rng states.
     """
     check_fresh(options)
     if model.common.args.get("use_mup"):
@@ -89,7 +87,6 @@ def with_fresh_optimizer(model: Model, options: TargetOptions) -> tuple[Model, T
 
 
 def given_settings(options: TargetOptions) -> list[str]:
-    """The options that say what a fresh optimizer is made with."""
     return [name for name in _SETTINGS if getattr(options, name) is not None]
 
 
@@ -98,7 +95,7 @@ def check_fresh(options: TargetOptions) -> None:
     given = given_settings(options)
     if not options.fresh_optimizer:
         if given:
-            raise UsageError(f"{_flags(given)}: settings of an optimizer that begins (--fresh-optimizer)")
+            raise UsageError(f"{_flags(given)}: only valid with --fresh-optimizer")
         return
     if not options.weights_only:
         raise UsageError(
@@ -106,7 +103,7 @@ def check_fresh(options: TargetOptions) -> None:
         )
     if options.dtype is not None:
         raise UsageError(
-            f"--dtype {options.dtype}: fp32 masters stand in the place of weights where there is an optimizer"
+            f"--dtype {options.dtype}: with an optimizer, fp32 masters are stored in the place of weights"
         )
     if options.group_map is not None:
         raise UsageError(
@@ -121,13 +118,14 @@ def choose_settings(model: Model, options: TargetOptions) -> Settings:
     stored = {name: model.scheduler.get(key) for name, key in _IN_SCHEDULER.items()}
     sources = (asked, model.common.args, model.common.optimizer_config, stored, _of_groups(model.groups))
     found: dict[str, Any] = {
-        name: next((told[name] for told in sources if told.get(name) is not None), None) for name in _SETTINGS
+        name: next((source[name] for source in sources if source.get(name) is not None), None)
+        for name in _SETTINGS
     }
     missing = [name for name in _IN_SCHEDULER if found[name] is None]
     if missing:
         raise UsageError(
-            f"give {_flags(missing)} for the optimizer that begins: nothing in the source tells, and what is stored "
-            "replaces the settings of the job that loads it. Or --no-fresh-optimizer "
+            f"give {_flags(missing)} for the new optimizer: the source has none, and what is stored replaces "
+            "the settings of the job that loads it. Or --no-fresh-optimizer "
             "for weights alone, from which core-0.16 and core-0.17 start (--finetune), and no later version"
         )
     defaults = tuple(name for name in _DEFAULTS if found[name] is None)
@@ -137,7 +135,6 @@ def choose_settings(model: Model, options: TargetOptions) -> Settings:
 
 
 def _adam(groups: Sequence[Group]) -> Group | None:
-    """The first of a run's groups that are Adam's."""
     return next((group for group in groups if {"betas", "eps"} <= group.keys()), None)
 
 
@@ -177,7 +174,7 @@ def _flags(names: list[str]) -> str:
 
 
 def scheduler_at_zero(model: Model, settings: Settings, options: TargetOptions) -> dict[str, Any]:
-    """The state of a learning-rate schedule that has not begun: the run's own, else one that keeps the rate.
+    """The state of a learning-rate schedule at step 0: the run's own, else one that keeps the rate.
 
     A job that does not take it from the checkpoint compares it with its own and stops where they differ.
     """
@@ -271,7 +268,7 @@ def _trained(parameter: Parameter, model: Model) -> bool:
 
 
 def _fresh(parameter: Parameter, trained: bool, zeros: dict[str, TensorEntry]) -> Parameter:
-    """The parameter with the states of an optimizer that has not begun; `zeros` gets a tensor of every shape."""
+    """The parameter with the states of a fresh optimizer; `zeros` gets a tensor of every shape."""
     if not trained:
         return replace(parameter, values={WEIGHT: parameter.weight})
     values = {role: parameter.values[role] for role in (WEIGHT, MASTER) if role in parameter.values}
@@ -320,11 +317,13 @@ def _notes(
         notes.append(f"fp32 masters of {widened:,} parameters are their weights")
     if settings.defaults:
         notes.append(
-            f"{_flags(list(settings.defaults))}: nothing tells, Megatron's defaults are written. What is loaded "
+            f"{_flags(list(settings.defaults))}: not in the source, Megatron's defaults are written. What is loaded "
             "replaces the job's own: give them if it has others"
         )
     if not model.scheduler and not schedule_of(model.common.args):
-        notes.append("the schedule is told by nothing: start the job with --override-opt_param-scheduler")
+        notes.append(
+            "no learning-rate schedule found in the source: start the job with --override-opt_param-scheduler"
+        )
     other = model.common.args.get("optimizer")
     if other not in (None, "adam"):
         notes.append(f"the run's optimizer was {other}; the fresh one is Adam")

@@ -28,7 +28,7 @@ class TargetOptions:
     strict_map: bool = False
     model_prefix: str = MODEL_PREFIX
     state_prefix: str | None = None
-    fresh_optimizer: bool | None = None  # with weights_only: an optimizer that has not begun
+    fresh_optimizer: bool | None = None  # with weights_only: zero moments, step 0
     lr: float | None = None  # of the fresh optimizer, as all below
     min_lr: float | None = None
     weight_decay: float | None = None

@@ -2,20 +2,34 @@
 
 Live parameters are what the running model holds, stored ones what `torch_dist` makes of them. Most are one and the
 same. Fused projections (gated delta nets, Mamba mixers, MLA's down-projections) are stored in parts, and so is a
-gated fc1 in some checkpoints. The rows of gated delta nets and Mamba mixers are grouped by tensor-parallel rank: rank
-0's rows of every part, then rank 1's (gated_delta_net/common.py, mamba_mixer.py `sharded_state_dict`). On the way
-back the parts' sizes come from the shapes of the tensors around them and have to add up to the fused one.
+gated fc1 in some checkpoints. `fused_rows` says for either direction which rows of a part are which of the fused
+tensor. On the way back the parts' sizes come from the shapes of the tensors around them and have to add up to the
+fused one.
+
+Which fc1 is written in two halves (`mark_gated`) is decided per module, by shapes and by the activation. Shapes tell
+whether an MLP is gated: fc1 then has twice as many rows as fc2 has columns. They do not tell the activation, and
+Megatron-FSDP splits fc1 only for SwiGLU, so that comes from the args, the run configuration or the user
+(Megatron-LM checkpointing.py; Bridge training/checkpointing.py). Modules of transformers inside a model (vision
+towers of Megatron-Bridge's) are in no transformer layer whose own configuration tells, and Megatron then goes by the
+name alone (core 0.16.1 always does): it asks for gate and up of every `mlp.linear_fc1` of a SwiGLU model.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ckpt_tools.errors import MappingError, UsageError, list_problems
+from ckpt_tools.errors import MappingError, UsageError, raise_if
 from ckpt_tools.megatron.hybrid import is_hybrid
-from ckpt_tools.megatron.keys import HALVES, split_expert, split_expert_half, split_projection
+from ckpt_tools.megatron.keys import (
+    HALVES,
+    is_of_transformers,
+    split_expert,
+    split_expert_half,
+    split_projection,
+)
 from ckpt_tools.megatron.names import (
     MLA_DOWN,
     MLA_FUSED_DOWN,
@@ -70,23 +84,62 @@ def live_parameters(
     parameters: Sequence[Parameter], style: ModelStyle, dialect: Dialect, tp: int
 ) -> list[LiveParameter]:
     """Live parameters of the model in stored order; `tp` is the target's tensor-parallel size."""
-    names = [live_name(parameter, style) for parameter in parameters]
-    named = [
-        (parameter, name, *split_part(name, style)) for parameter, name in zip(parameters, names, strict=True)
-    ]
+    named = []
     parts: dict[str, dict[str, Parameter]] = {}
-    for parameter, _, base, part in named:
+    for parameter in parameters:
+        name = live_name(parameter, style)
+        base, part = split_part(name, style)
+        named.append((parameter, name, base, part))
         if part is not None:
             parts.setdefault(base, {})[part] = parameter
-    fused = {base: found for base, found in parts.items() if not _kept_apart(found, dialect)}
+    apart = {base for base, of_base in parts.items() if _kept_apart(of_base, dialect)}
     live = []
     for parameter, name, base, part in named:
-        if part is None or (base in parts and base not in fused):
-            rows = (Rows(parameter, 0, parameter.shape[0] if parameter.shape else 1),)
-            live.append(_named(name, base, dialect, parameter.shape, rows))
-        elif base in parts:  # the fused tensor stands where its first part stood
-            live.append(_fused(base, parts.pop(base), dialect, tp))
+        shape: tuple[int, ...] = parameter.shape
+        if part is None or base in apart:
+            rows = [Rows(parameter, 0, shape[0] if shape else 1)]
+        elif base in parts:  # the fused tensor takes the place of its first part
+            of_base = parts.pop(base)
+            order = part_order(base, of_base)
+            # MLA down-projections are not split over tensor-parallel ranks, and halves of an fc1 are written apart
+            ranks = 1 if order in (MLA_DOWN, HALVES) else tp
+            runs = fused_rows(base, {part: of_base[part].shape[0] for part in order}, ranks)
+            rows = [Rows(of_base[run.part], run.start, run.count) for run in runs]
+            shape = (sum(run.count for run in runs), *shape[1:])
+        else:
+            continue
+        own = base if len(rows) > 1 else name
+        live.append(LiveParameter(state_name(own, dialect), group_name(base, dialect), shape, tuple(rows)))
     return live
+
+
+class Run(NamedTuple):
+    """`count` rows of a fused tensor, from `at` on, that are rows of one of its parts from `start` on."""
+
+    part: str
+    start: int
+    at: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which no one needs of rows
+
+
+def fused_rows(name: str, sizes: Mapping[str, int], ranks: int) -> list[Run]:
+    """Where a fused tensor of parts with so many rows each, in this order, has the rows of each part.
+
+    They are grouped by tensor-parallel rank: rank 0's rows of every part, then rank 1's (gated_delta_net/common.py,
+    mamba_mixer.py `sharded_state_dict`).
+    """
+    if any(rows % ranks for rows in sizes.values()):
+        raise MappingError(
+            f"{name}: tensor parallel size {ranks} does not divide the rows of all its parts, {dict(sizes)}; choose "
+            "another --tp"
+        )
+    runs, at = [], 0
+    for rank in range(ranks):
+        for part, rows in sizes.items():
+            count = rows // ranks
+            runs.append(Run(part, rank * count, at, count))
+            at += count
+    return runs
 
 
 def split_part(name: str, style: ModelStyle) -> tuple[str, str | None]:
@@ -108,33 +161,6 @@ def _kept_apart(parts: Iterable[str], dialect: Dialect) -> bool:
     return "query" in found and not dialect.gdn_fused_in_state  # a gated delta net's; Mamba has other names
 
 
-def _named(
-    name: str, group: str, dialect: Dialect, shape: tuple[int, ...], rows: tuple[Rows, ...]
-) -> LiveParameter:
-    """A live parameter under the dialect's names."""
-    return LiveParameter(state_name(name, dialect), group_name(group, dialect), shape, rows)
-
-
-def _fused(base: str, parts: dict[str, Parameter], dialect: Dialect, tp: int) -> LiveParameter:
-    order = part_order(base, parts)
-    # MLA down-projections are not split over tensor-parallel ranks, and halves of an fc1 are written apart again
-    ranks = 1 if order in (MLA_DOWN, HALVES) else tp
-    rows, whole = [], 0
-    for rank in range(ranks):
-        for part in order:
-            parameter = parts[part]
-            count, rest = divmod(parameter.shape[0], ranks)
-            if rest:
-                raise MappingError(
-                    f"{base}: part {part!r} has {parameter.shape[0]} rows, which tensor parallel size {tp} does "
-                    "not divide; choose another --tp"
-                )
-            rows.append(Rows(parameter, rank * count, count))
-            whole += count
-    shape = (whole, *next(iter(parts.values())).shape[1:])
-    return _named(base, base, dialect, shape, tuple(rows))
-
-
 def part_order(base: str, parts: Iterable[str]) -> tuple[str, ...]:
     """The order in which the live tensor `base` holds these parts."""
     found = set(parts)
@@ -148,8 +174,8 @@ def part_order(base: str, parts: Iterable[str]) -> tuple[str, ...]:
 class FsdpTensor:
     """One parameter or buffer of the running model; `shape` is global and unsplit, in elements.
 
-    Kinds of `values` are `WEIGHT` and the optimizer's own (exp_avg, ...). `step` is torch Adam's, which stands beside
-    the states; a fused Adam keeps it in the group.
+    Kinds of `values` are `WEIGHT` and the optimizer's own (exp_avg, ...). `step` is torch Adam's, which is stored
+    next to the states; a fused Adam keeps it in the group.
     """
 
     name: str
@@ -159,7 +185,6 @@ class FsdpTensor:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Kinds of optimizer state that are stored."""
         return tuple(kind for kind in self.values if kind != WEIGHT)
 
 
@@ -191,7 +216,7 @@ def stored_parameters(
 ) -> list[StoredParameter]:
     """Stored parameters of the model in the order of its live tensors.
 
-    `tp` is the tensor-parallel size of the job that wrote the tensors, None when nothing tells it; `local_norms`
+    `tp` is the tensor-parallel size of the job that wrote the tensors, None if unknown; `local_norms`
     whether its norms are modules of their own where Transformer Engine fuses them, None when nobody said.
     """
     hybrid = any(f"{MTP_LIVE}layers." in tensor.name for tensor in tensors)
@@ -210,29 +235,27 @@ def stored_parameters(
         if parts is None:
             own_name = _norm_name(name, shapes, local_norms)
             parameters.append(StoredParameter(own_name, expert, tensor.shape, tensor))
-        elif MLA_FUSED_DOWN in name:
-            parameters += _split(tensor, parts, 1)
-        elif tp is None:
+            continue
+        ranks = 1 if MLA_FUSED_DOWN in name else tp
+        if ranks is None:
             raise UsageError(
                 f"{tensor.name}: the rows of this projection are grouped by tensor-parallel rank, and the checkpoint "
                 "holds no rng states that tell how many ranks wrote it; pass --tp"
             )
-        else:
-            parameters += _split(tensor, parts, tp)
-    problems += _clashes(parameters)
-    if problems:
-        raise MappingError(
-            "the live tensors do not make a torch_dist model:\n" + list_problems(problems), problems
-        )
-    return parameters
-
-
-def _clashes(parameters: Iterable[StoredParameter]) -> Iterable[str]:
+        cuts: dict[str, list[tuple[int, int]]] = {part: [] for part in parts}
+        for run in fused_rows(tensor.name, parts, ranks):
+            cuts[run.part].append((run.at, run.count))
+        parameters += [
+            StoredParameter(part, None, (rows, *tensor.shape[1:]), tensor, tuple(cuts[part]))
+            for part, rows in parts.items()
+        ]
     seen: dict[tuple[str, int | None], str] = {}
     for p in parameters:
         other = seen.setdefault((p.name, p.expert), p.tensor.name)
         if other != p.tensor.name:
-            yield f"{other} and {p.tensor.name} would both be written as {p.name}"
+            problems.append(f"{other} and {p.tensor.name} would both be written as {p.name}")
+    raise_if(problems, MappingError, "the live tensors do not make a torch_dist model")
+    return parameters
 
 
 def _norm_name(name: str, shapes: Shapes, local_norms: bool | None) -> str:
@@ -252,30 +275,6 @@ def _norm_name(name: str, shapes: Shapes, local_norms: bool | None) -> str:
         and f"{layer}.self_attention.linear_qkv.layer_norm_weight" not in shapes
     )
     return fused if is_local else name
-
-
-def _split(tensor: FsdpTensor, parts: Mapping[str, int], ranks: int) -> list[StoredParameter]:
-    """The parts of a fused projection, whose rows are grouped by rank."""
-    uneven = [part for part, rows in parts.items() if rows % ranks]
-    if uneven:
-        raise MappingError(
-            f"{tensor.name}: the rows of {uneven} of {dict(parts)} do not divide by tensor parallel size {ranks}"
-        )
-    local = {part: rows // ranks for part, rows in parts.items()}
-    starts, at = {}, 0
-    for part, rows in local.items():
-        starts[part] = at
-        at += rows
-    return [
-        StoredParameter(
-            name,
-            None,
-            (parts[name], *tensor.shape[1:]),
-            tensor,
-            tuple((rank * at + starts[name], local[name]) for rank in range(ranks)),
-        )
-        for name in parts
-    ]
 
 
 def packed_projections(names: Iterable[str]) -> tuple[str, ...]:
@@ -371,3 +370,88 @@ def _half(rows: int, name: str) -> int:
     if rows < 2 or rows % 2:
         raise MappingError(f"{name}: {rows} rows are left for two equal parts")
     return rows // 2
+
+
+FC1 = re.compile(r"^(?P<module>.*)\.linear_fc1\.(?P<leaf>weight|bias)(?P<expert>\d*)$")
+
+
+@dataclass(frozen=True, slots=True)
+class GatingChoice:
+    """What is known about the activation: None where nobody said.
+
+    `swiglu` comes from the checkpoint, `wanted` and `modules` from `--swiglu/--no-swiglu` and
+    `--swiglu-modules` (name segments, as NVIDIA's option takes them).
+    """
+
+    swiglu: bool | None
+    wanted: bool | None = None
+    modules: tuple[str, ...] = ()
+
+
+def mark_gated(parameters: Sequence[LiveParameter], choice: GatingChoice) -> list[LiveParameter]:
+    """The same parameters with `gated` set on every fc1 that is stored as two halves."""
+    gated = gated_modules(parameters)
+    problems = list(_contradictions(gated, choice))
+    raise_if(problems, MappingError, "the gating flags do not fit the checkpoint")
+    split = choice.swiglu if choice.wanted is None else choice.wanted
+    if split is None and not choice.modules and any(gated.values()):
+        some = next(module for module, is_gated in gated.items() if is_gated)
+        raise MappingError(
+            f"{some}.linear_fc1 is gated by its shape, but neither args nor run_config.yaml say by which "
+            "activation; pass --swiglu if the model uses SwiGLU, --no-swiglu otherwise"
+        )
+
+    def is_stored_in_halves(name: str) -> bool:
+        match = _fc1(name)
+        if match is None:
+            return False
+        by_name = split and ".mlp.linear_fc1." in name and is_of_transformers(name)
+        return bool(by_name or ((split or choice.modules) and gated.get(_module_id(match))))
+
+    return [replace(p, gated=True) if is_stored_in_halves(p.name) else p for p in parameters]
+
+
+def gated_modules(parameters: Iterable[LiveParameter]) -> dict[str, bool]:
+    """For every module of Megatron's with an fc1: whether it is gated, by shapes alone.
+
+    Keys name the module and, for grouped experts, the expert, as `module:7`.
+    """
+    shapes = {p.name: p.shape for p in parameters}
+    gated: dict[str, bool] = {}
+    problems = []
+    for name, shape in shapes.items():
+        match = _fc1(name)
+        if not match or match["leaf"] != "weight" or is_of_transformers(name):
+            continue
+        other = shapes.get(f"{match['module']}.linear_fc2.weight{match['expert']}")
+        if other is None:
+            problems.append(f"{name} {shape} has no linear_fc2 next to it")
+        elif shape[0] not in (other[1], 2 * other[1]):
+            problems.append(f"{name} has {shape[0]} rows; linear_fc2 with {other[1]} columns asks for "
+                            f"{other[1]} or {2 * other[1]}")  # fmt: skip
+        else:
+            gated[_module_id(match)] = shape[0] == 2 * other[1]
+    raise_if(problems, MappingError, "linear_fc1 and linear_fc2 do not fit together")
+    return gated
+
+
+def _module_id(match: re.Match[str]) -> str:
+    return f"{match['module']}:{match['expert']}" if match["expert"] else match["module"]
+
+
+def _fc1(name: str) -> re.Match[str] | None:
+    return FC1.match(name) if ".linear_fc1." in name else None  # cheap test first: few names match
+
+
+def _contradictions(gated: dict[str, bool], choice: GatingChoice) -> Iterable[str]:
+    if choice.wanted is not None and choice.swiglu is not None and choice.wanted != choice.swiglu:
+        flag = "--swiglu" if choice.wanted else "--no-swiglu"
+        yield f"{flag} was given, but the checkpoint's own settings say swiglu={choice.swiglu}"
+    for module, is_gated in gated.items():
+        if choice.modules:
+            named = any(f".{m}." in f"{module}." or f"{module}.".startswith(f"{m}.") for m in choice.modules)
+            if named != is_gated:
+                yield (f"{module} is {'' if is_gated else 'not '}gated by its shape, and --swiglu-modules "
+                       f"{'names' if named else 'leaves out'} it")  # fmt: skip
+        elif choice.wanted and not is_gated:
+            yield f"--swiglu was given, but {module} is not gated by its shape; leave the flag out"

@@ -11,15 +11,13 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
-from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, list_problems
+from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, raise_if
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.torch_archive.item_reader import StoredTensor, load_object
-from ckpt_tools.megatron.fsdp_dtensor.flatten import Path, unflatten
 from ckpt_tools.megatron.fsdp_dtensor.parameters import FsdpTensor, StoredParameter, stored_parameters
-from ckpt_tools.megatron.fsdp_dtensor.stages import local_numbers
-from ckpt_tools.megatron.fsdp_dtensor.tensors import TORCH_ADAM_FIELDS
+from ckpt_tools.megatron.fsdp_dtensor.tensors import TORCH_ADAM_FIELDS, Path, unflatten
 from ckpt_tools.megatron.keys import (
     BUFFERS,
     COMMON_ITEMS,
@@ -27,6 +25,7 @@ from ckpt_tools.megatron.keys import (
     NESTED_STATES,
     STEP,
     canonical_kind,
+    decoder_layer,
     fsdp_state,
     group_key,
     left_out_by,
@@ -76,7 +75,7 @@ class FsdpSource:
 
     @property
     def tp(self) -> Size | None:
-        """For how many tensor-parallel ranks its packed projections are, None when nothing tells."""
+        """For how many tensor-parallel ranks its packed projections are, None if unknown."""
         return stored_tp(self.record, self.rng, self.common.args)
 
     def known_tp(self, asked: int | None) -> int | None:
@@ -128,28 +127,24 @@ def read_fsdp_source(
     """
     values = SmallValues(files, trust_pickle)
     catalog, left_out = leave_out(catalog, ignored)
-    weights, states, groups, nested, dropped = _sort_keys(catalog, values, weights_only)
-    tree = unflatten(nested) if nested else {}
-    ranks = rng_ranks_in(tree)
-    found = local_numbers(weights, (*states, *groups), common, len({pp for pp, _ in ranks}))
-    if found is not None:
-        raise MappingError(f"{found}.\n{found.way_out[:1].upper()}{found.way_out[1:]}")
+    weights, states, groups, dropped = _sort_keys(catalog, values, weights_only)
+    training = read_training_state(catalog, values)
+    numbers = local_numbers(weights, (*states, *groups), common, len({pp for pp, _ in training.rng}))
+    if numbers is not None:
+        raise MappingError(f"{numbers}.\n{numbers.way_out[:1].upper()}{numbers.way_out[1:]}")
     notes: tuple[str, ...] = ()
     try:
         tensors = _join(weights, states, values)
     except (MappingError, UnsupportedCheckpointError) as error:
         if not weights_only:
             raise
-        tensors, groups = _join(weights, {}, values), {}
-        notes = (f"the optimizer, which is left out, could not be read: {str(error).splitlines()[0]}",)
+        tensors, groups, notes = _join(weights, {}, values), {}, (unread_optimizer(error),)
     return FsdpSource(
         catalog=catalog,
         common=common,
         tensors=tensors,
         groups=groups,
-        scheduler=fields_at(tree.get("opt_param_scheduler", {}), "opt_param_scheduler"),
-        rng=ranks,
-        grad_scaler=fields_at(tree.get("optimizer", {}).get("grad_scaler", {}), "optimizer.grad_scaler"),
+        **training._asdict(),
         dropped=(*left_out, *dropped),
         ignored=left_out,
         notes=notes,
@@ -157,13 +152,39 @@ def read_fsdp_source(
     )
 
 
-def rng_ranks_in(tree: Mapping[str, Any]) -> dict[tuple[int, int], object]:
-    """Rng states by (pp, tp): `torch_dcp` keeps those of the only model-parallel rank without saying so."""
-    stored = tree.get("rng_state", {})
-    named = stored.items() if isinstance(stored, Mapping) else [("(0, 0)", stored)]
-    return {
-        rank: rng_at(states, f"rng_state.{name}") for name, states in named if (rank := rank_of(str(name)))
-    }
+def unread_optimizer(error: Exception) -> str:
+    """The note on an optimizer that is left out anyway and has damage."""
+    return f"the optimizer, which is left out, could not be read: {str(error).splitlines()[0]}"
+
+
+class TrainingState(NamedTuple):
+    """What a job saves of itself next to its model."""
+
+    scheduler: Mapping[str, Any]
+    rng: Mapping[tuple[int, int], object]
+    grad_scaler: Mapping[str, Any]
+
+
+def read_training_state(catalog: Catalog, values: SmallValues) -> TrainingState:
+    """The leaves under `NESTED_STATES`, nested again as the job had them in memory."""
+    leaves = {_path(catalog, k): values.at(catalog, k) for k in (*catalog.tensors, *catalog.objects)
+              if k.startswith(NESTED_STATES)}  # fmt: skip
+    tree = unflatten(leaves) if leaves else {}
+    rng = tree.get("rng_state", {})
+    # `torch_dcp` keeps the states of the only model-parallel rank without saying so
+    named = rng.items() if isinstance(rng, Mapping) else [("(0, 0)", rng)]
+    return TrainingState(
+        fields_at(tree.get("opt_param_scheduler", {}), "opt_param_scheduler"),
+        {rank: rng_at(states, f"rng_state.{name}") for name, states in named if (rank := rank_of(str(name)))},
+        fields_at(tree.get("optimizer", {}).get("grad_scaler", {}), "optimizer.grad_scaler"),
+    )
+
+
+def _path(catalog: Catalog, key: str) -> Path:
+    """Where the leaf `key` was in the nested state: by planner data, else by the dots of the key."""
+    known = catalog.planner_paths.get(key)
+    path = known if known is not None and len(known) > 1 else key.split(".")
+    return tuple(int(part) if isinstance(part, str) and part.isdigit() else part for part in path)
 
 
 class SmallValues:
@@ -178,6 +199,12 @@ class SmallValues:
         if archive not in self._seen:
             self._seen[archive] = load_object(self._files, item, self._trust)
         return self._seen[archive]
+
+    def at(self, catalog: Catalog, key: str) -> Any:
+        """An object, or a small tensor."""
+        if key in catalog.objects:
+            return self.load(catalog.objects[key].item)
+        return self.tensor(catalog.tensors[key])
 
     def tensor(self, entry: TensorEntry) -> StoredTensor:
         """A small tensor that is stored in one piece."""
@@ -197,43 +224,31 @@ _Groups = dict[str, dict[str, Any]]
 
 def _sort_keys(
     catalog: Catalog, values: SmallValues, weights_only: bool
-) -> tuple[dict[str, TensorEntry], _States, _Groups, dict[Path, object], tuple[str, ...]]:
-    """Weights by name, states by name and kind, group fields by name, nested leaves by path, and what is dropped."""
+) -> tuple[dict[str, TensorEntry], _States, _Groups, tuple[str, ...]]:
+    """Weights by name, states by name and kind, group fields by name, and what is dropped."""
     weights: dict[str, TensorEntry] = {}
     states: _States = {}
     groups: _Groups = {}
-    nested: dict[Path, object] = {}
     rest: list[str] = []
     for key, entry in catalog.tensors.items():
         if name := model_name(key):
             weights[name] = entry
         elif state := fsdp_state(key):
             states.setdefault(state.name, {})[state.kind] = entry
-        elif key.startswith(NESTED_STATES):
-            nested[nested_path(catalog, key)] = values.tensor(entry)
-        else:
+        elif not key.startswith(NESTED_STATES):
             rest.append(key)
     for key, stored in catalog.objects.items():
         if of_group := group_key(key):
             value = checked_field(of_group.field, values.load(stored.item), key)
             groups.setdefault(of_group.name, {})[of_group.field] = value
-        elif key.startswith(NESTED_STATES):
-            nested[nested_path(catalog, key)] = values.load(stored.item)
-        elif key not in COMMON_ITEMS:
+        elif key not in COMMON_ITEMS and not key.startswith(NESTED_STATES):
             rest.append(key)
     rules = (*_DROPPED, *([("optimizer.*", "--weights-only")] if weights_only else []))
-    return weights, states, groups, nested, tuple(left_out_by(rules, rest))
-
-
-def nested_path(catalog: Catalog, key: str) -> Path:
-    """Where the leaf `key` stood in the nested state; planner data tell, else the dots of the key."""
-    known = catalog.planner_paths.get(key)
-    path = known if known is not None and len(known) > 1 else key.split(".")
-    return tuple(int(part) if isinstance(part, str) and part.isdigit() else part for part in path)
+    return weights, states, groups, tuple(left_out_by(rules, rest))
 
 
 def _join(weights: Mapping[str, TensorEntry], states: _States, values: SmallValues) -> tuple[FsdpTensor, ...]:
-    """Live tensors in stored order, halves joined where the first of them stood."""
+    """Live tensors in stored order, halves joined in the place of the first."""
     _refuse_masters(states)
     problems = [
         f"optimizer state of {name}: there is no such weight" for name in states if name not in weights
@@ -252,10 +267,7 @@ def _join(weights: Mapping[str, TensorEntry], states: _States, values: SmallValu
         problems += wrong
         if not wrong:
             tensors.append(_tensor(whole, parts, weights, states, values))
-    if problems:
-        raise MappingError(
-            "weights and optimizer states do not fit together:\n" + list_problems(problems), problems
-        )
+    raise_if(problems, MappingError, "weights and optimizer states do not fit together")
     return tuple(tensors)
 
 
@@ -263,13 +275,13 @@ def _refuse_masters(states: _States) -> None:
     masters = [
         f"{name}.{kind}" for name, kinds in states.items() for kind in kinds if canonical_kind(kind) == MASTER
     ]
-    if masters:
-        raise UnsupportedCheckpointError(
-            "fp32 masters stand among the optimizer states, where Megatron-FSDP neither writes nor reads them (the "
-            "converter of Megatron-LM does); `repair` puts those that round to the weights in their place, and "
-            "--weights-only converts the model's values alone:\n" + list_problems(masters),
-            masters,
-        )
+    raise_if(
+        masters,
+        UnsupportedCheckpointError,
+        "fp32 masters are among the optimizer states, where Megatron-FSDP neither writes nor reads them (the "
+        "converter of Megatron-LM does); `repair` puts those that round to the weights in their place, and "
+        "--weights-only converts the model's values alone",
+    )
 
 
 def _mismatches(
@@ -300,7 +312,6 @@ def _tensor(
 
 
 def step_number(tensor: StoredTensor) -> float:
-    """The 0-d fp32 step as a number."""
     if tensor.dtype != "float32" or tensor.shape:
         raise MappingError(f"a step is a 0-d float32 tensor, found {tensor.dtype} {tensor.shape}")
     return float(struct.unpack("<f", tensor.data)[0])
@@ -352,7 +363,7 @@ def fsdp_model(
 def _parameter(
     stored: StoredParameter, source: FsdpSource, group_of: Mapping[str, int], with_optimizer: bool
 ) -> Parameter:
-    """What is stored in the place of a trained weight is its fp32 master, unless that stands beside it."""
+    """What is stored for a trained weight is its fp32 master, unless that is stored as a state."""
     tensor = stored.tensor
     kept = tensor.values[WEIGHT].dtype
     values = {}
@@ -372,7 +383,7 @@ def _parameter(
 def _groups(source: FsdpSource) -> tuple[list[Group], dict[str, int]]:
     """Distinct sets of group fields, and for each trained tensor the number of its own.
 
-    Every parameter has the fields of its group beside it; those with equal fields make a group.
+    Every parameter has the fields of its group; those with equal fields make a group.
     """
     fields = {_spelling(name): dict(group) for name, group in source.groups.items()}
     unused = set(fields)
@@ -398,10 +409,7 @@ def _groups(source: FsdpSource) -> tuple[list[Group], dict[str, int]]:
             groups.append(group)
         members[tensor.name] = numbers[same]
     problems += [f"param_to_group_meta of {name}: there is no such parameter" for name in sorted(unused)]
-    if problems:
-        raise MappingError(
-            "optimizer groups and parameters do not fit together:\n" + list_problems(problems), problems
-        )
+    raise_if(problems, MappingError, "optimizer groups and parameters do not fit together")
     return groups, members
 
 
@@ -423,7 +431,7 @@ def _spelling(name: str) -> str:
 
 
 def _group_names(name: str) -> Iterator[str]:
-    """Names under which the group of a tensor may stand: its own, or that of the projection it is a part of."""
+    """Names under which the group of a tensor may be stored: its own, or that of the projection it is a part of."""
     spelled = _spelling(name)
     yield spelled
     if part_of := split_projection(spelled):
@@ -431,3 +439,88 @@ def _group_names(name: str) -> Iterator[str]:
     for part in MLA_DOWN:
         if part in spelled:
             yield spelled.replace(part, MLA_FUSED_DOWN)
+
+
+# ---- layers of pipeline stages that were saved under the numbers they have inside of their stage
+
+ISSUE = "MLM#7452"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalNumbers:
+    """What tells that weights have the layer numbers of a pipeline stage.
+
+    Megatron-FSDP names weights by `named_parameters()`, which counts the layers of each stage from 0, and the states
+    of its optimizer by the layer's number in the model (fsdp_dtensor_checkpoint.py `get_global_unique_param_name`).
+    Stages that save into one checkpoint overwrite each other's weights: DCP keeps one of the writers of a key. Only
+    where no two stages meet under a name do the states tell where the weights belong.
+    """
+
+    weights: tuple[int, ...]  # numbers of the decoder's layers, in order
+    states: tuple[int, ...]  # the same of optimizer states and groups, which have the model's numbers
+    layers: int | None  # of the whole model, as the args say
+    stages: int
+
+    @property
+    def offset(self) -> int | None:
+        """What is to be added to the weights' numbers; None where several stages had one number."""
+        if not self.states or len(self.states) != len(self.weights):
+            return None
+        shift = self.states[0] - self.weights[0]
+        return shift if [n + shift for n in self.weights] == list(self.states) else None
+
+    def __str__(self) -> str:
+        held = f", the optimizer's states layers {ranges(self.states)}" if self.states else ""
+        of_args = "" if self.layers is None else f", the args say {self.layers} layers"
+        met = "" if self.offset is not None else ", one over the other: those of other stages are lost"
+        met = met if self.states else ", and no optimizer states tell of which stage they are"
+        return (
+            f"{ISSUE}: the weights are of layers {ranges(self.weights)}{held}{of_args} and {self.stages} pipeline "
+            f"stages: the weights were saved under the numbers that layers have inside of their stage{met}"
+        )
+
+    @property
+    def way_out(self) -> str:
+        """What to do about it."""
+        if self.offset is not None:
+            return "`repair` gives the layers of this stage their numbers in the model"
+        again = "save the run again as torch_dist, or from a job without pipeline parallelism"
+        if not self.states:
+            return again
+        return f"{again}, or take a checkpoint from before; of this one only the optimizer's states are whole"
+
+
+def local_numbers(
+    weights: Iterable[str], states: Iterable[str], common: CommonState, stages: int = 1
+) -> LocalNumbers | None:
+    """What is wrong with the layer numbers of an `fsdp_dtensor` checkpoint; None for a sound or another damaged one.
+
+    Args:
+        weights: names of the parameters under `model.*`.
+        states: those of optimizer states and group fields.
+        stages: pipeline stages whose rng states are stored.
+    """
+    held, named = _layers(weights), _layers(states)
+    count = common.arg("num_layers")
+    layers = count if isinstance(count, int) else None
+    size = common.arg("pipeline_model_parallel_size")
+    stages = max(stages, size if isinstance(size, int) else 1)
+    if not held or stages < 2 or held != tuple(range(len(held))):
+        return None
+    is_short = bool(set(named) - set(held)) if named else layers is not None and len(held) < layers
+    return LocalNumbers(held, named, layers, stages) if is_short else None
+
+
+def _layers(names: Iterable[str]) -> tuple[int, ...]:
+    return tuple(sorted({layer[0] for layer in map(decoder_layer, names) if layer}))
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """`0, 1, 2, 5` as `0-2, 5`."""
+    out: list[list[int]] = []
+    for n in sorted(numbers):
+        if out and n == out[-1][1] + 1:
+            out[-1][1] = n
+        else:
+            out.append([n, n])
+    return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in out)

@@ -17,10 +17,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from ckpt_tools.errors import MappingError
-from ckpt_tools.megatron.fsdp_dtensor.flatten import Path, dotted, leaves
+from ckpt_tools.formats.torch_archive.item_reader import StoredTensor
 from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter
 from ckpt_tools.megatron.keys import (
     BUFFERS,
@@ -94,7 +94,7 @@ def _cut(value: Value, half: Half) -> Value:
 
 
 def running_dtype(parameter: LiveParameter) -> str | None:
-    """Element type of the parameter in the running model, None where nothing tells it."""
+    """Element type of the parameter in the running model, None if unknown."""
     found = {p.dtype for p in parameter.stored}
     if len(found) > 1:
         raise MappingError(
@@ -277,3 +277,65 @@ def rng_items(
     if other:
         notes.append(f"rng of (pp, tp) ranks {other}: dropped, the target has no such ranks")
     return tensors, objects, notes
+
+
+Path: TypeAlias = tuple[str | int, ...]
+
+
+# ---- nested Python values as leaves under dotted keys
+
+
+def flatten(value: object, path: Path) -> Iterator[tuple[Path, object]]:
+    """(path, leaf) of everything below `value`, whose own path is `path`, as DCP stores it.
+
+    The rule of `torch.distributed.checkpoint._traverse`: mappings are always descended; lists only when they hold,
+    at any depth, a tensor or a mapping; everything else, tuples included, is a leaf. Empty mappings vanish. A list
+    index is an integer in the path and its decimal text in the key.
+    """
+    if isinstance(value, Mapping):
+        for key, child in value.items():
+            yield from flatten(child, (*path, key if isinstance(key, int) else str(key)))
+    elif isinstance(value, list) and any(_has_tensor_or_mapping(child) for child in value):
+        for index, child in enumerate(value):
+            yield from flatten(child, (*path, index))
+    else:
+        yield path, value
+
+
+def _has_tensor_or_mapping(value: object) -> bool:
+    if isinstance(value, list):
+        return any(_has_tensor_or_mapping(child) for child in value)
+    return isinstance(value, Mapping | StoredTensor)
+
+
+def unflatten(found: Mapping[Path, object]) -> Any:
+    """The value whose leaves these are: the inverse of `flatten`, but for the empty mappings that vanish there.
+
+    A node whose keys are the integers from 0 on is a list.
+    """
+    if set(found) == {()}:
+        return found[()]
+    children: dict[str | int, dict[Path, object]] = {}
+    for path, leaf in found.items():
+        children.setdefault(path[0], {})[path[1:]] = leaf
+    nested = {key: unflatten(below) for key, below in children.items()}
+    if nested and set(nested) == set(range(len(nested))):
+        return [nested[index] for index in range(len(nested))]
+    return nested
+
+
+def dotted(path: Path) -> str:
+    """The key DCP gives a path."""
+    return ".".join(map(str, path))
+
+
+def leaves(value: object, path: Path) -> tuple[list[InlineTensor], list[TargetObject]]:
+    """The leaves of `value` as items to write: tensors inline, everything else as objects."""
+    tensors, objects = [], []
+    for leaf_path, leaf in flatten(value, path):
+        key = dotted(leaf_path)
+        if isinstance(leaf, StoredTensor):
+            tensors.append(InlineTensor(key, leaf.dtype, leaf.shape, leaf.data, leaf_path))
+        else:
+            objects.append(TargetObject(key, leaf, leaf_path))
+    return tensors, objects

@@ -1,22 +1,32 @@
-"""From a `Model` to the `Target` of its `fsdp_dtensor` checkpoint: all decisions, no bytes."""
+"""To the `Target` of an `fsdp_dtensor` checkpoint, from a `Model` or from one of another topology: all decisions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ckpt_tools.errors import MappingError, UsageError, list_problems
-from ckpt_tools.megatron.fsdp_dtensor.flatten import leaves
-from ckpt_tools.megatron.fsdp_dtensor.gating import GatingChoice, mark_gated
+from ckpt_tools.errors import MappingError, UsageError, raise_if
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
-from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter, live_parameters
+from ckpt_tools.megatron.fsdp_dtensor.parameters import (
+    GatingChoice,
+    LiveParameter,
+    StoredParameter,
+    fused_rows,
+    live_parameters,
+    mark_gated,
+    packed_projections,
+    stored_parameters,
+)
+from ckpt_tools.megatron.fsdp_dtensor.read import FsdpSource
 from ckpt_tools.megatron.fsdp_dtensor.tensors import (
+    Path,
     Prefixes,
     backfill_groups,
     group_objects,
+    leaves,
     model_tensors,
     rng_items,
     roles_of,
@@ -26,7 +36,7 @@ from ckpt_tools.megatron.fsdp_dtensor.tensors import (
     step_tensors,
 )
 from ckpt_tools.megatron.hybrid import is_hybrid
-from ckpt_tools.megatron.keys import EXPERTS
+from ckpt_tools.megatron.keys import EXPERTS, STEP, parameter_of, rng_key, role_of
 from ckpt_tools.megatron.names import (
     BRIDGE,
     DIALECTS,
@@ -37,7 +47,7 @@ from ckpt_tools.megatron.names import (
     dialect_for,
 )
 from ckpt_tools.megatron.param_groups import Membership, derive_memberships, merge_map, rules_from_args
-from ckpt_tools.megatron.run_state.bridge import ARGS_FROM_MODEL_CONFIG, args_from_model_config
+from ckpt_tools.megatron.run_state.common_state import ARGS_FROM_MODEL_CONFIG, args_from_model_config
 from ckpt_tools.megatron.run_state.record import Size
 from ckpt_tools.megatron.torch_dist.optimizers import (
     refuse_missing_states,
@@ -45,10 +55,12 @@ from ckpt_tools.megatron.torch_dist.optimizers import (
 )
 from ckpt_tools.megatron.torch_dist.stacking import layer_counts
 from ckpt_tools.megatron.vocab import VocabChange, Vocabulary, resize_vocab, told_tokens, vocabulary
+from ckpt_tools.model.catalog import Catalog, Item, concat
 from ckpt_tools.model.dtypes import check_dtype
 from ckpt_tools.model.model import Model, unread_note
 from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTensor
+from ckpt_tools.model.views import Source
 
 NOT_LOADED = "Megatron-FSDP resumes from Adam's exp_avg and exp_avg_sq only"
 _CARRIED = ("checkpoint_version", "iteration", "num_floating_point_operations_so_far")
@@ -87,7 +99,6 @@ class FsdpTarget:
 
 
 def build_fsdp_target(model: Model, options: TargetOptions) -> FsdpTarget:
-    """Everything the `fsdp_dtensor` checkpoint of `model` must contain."""
     check_options(options)
     prefixes = Prefixes(options.model_prefix, options.state_prefix or state_prefix(model))
     optimizer = partial(_optimizer_part, model, options, prefixes)
@@ -123,7 +134,7 @@ def build_live_target(
         notes=(*unread_note(model), *model.notes, *notes, *vocab.notes, *optimizer.notes, *common.notes),
     )
     args = model.common.args or model.common.model_config
-    told = told_tokens(args)
+    tokens = told_tokens(args)
     return FsdpTarget(
         target,
         tuple(parameters),
@@ -132,7 +143,7 @@ def build_live_target(
         style,
         vocab,
         vocabulary(((p.name, p.shape) for p in parameters), args, options.vocab_size),
-        options.vocab_size or (told[0] if len(told) == 1 else None),
+        options.vocab_size or (tokens[0] if len(tokens) == 1 else None),
     )
 
 
@@ -164,8 +175,13 @@ def _optimizer_part(
     if trainable is None:
         return Part()
     if model.own_optimizer is not None:
-        dropped, reasons = _other_states(model, trainable)
-        return Part(dropped=dropped, notes=reasons)
+        kinds = told_kinds(trainable)
+        weights = "its masters" if MASTER in model.roles else "as stored"
+        note = (
+            f"no optimizer is written: {NOT_LOADED}, and the source's is {optimizer_name(model)}. The weights are "
+            f"{weights}; the job starts a new optimizer"
+        )
+        return Part(dropped=(f"optimizer states {kinds}: {NOT_LOADED}",) if kinds else (), notes=(note,))
     notes: list[str] = []
     if MASTER not in model.roles and any(p.dtype != "float32" for p in model.parameters):
         notes.append("the optimizer holds no fp32 masters: weights are written as rounded as they are stored")
@@ -216,22 +232,16 @@ def _choose_style(model: Model, options: TargetOptions) -> tuple[ModelStyle, lis
     """The facts of the model that names depend on, and a note for each that was assumed."""
     settings, notes = model.settings, []
     names = {p.name for p in model.parameters}
-    has_fused_norms = any(name.endswith((".linear_qkv.layer_norm_weight", ".linear_fc1.layer_norm_weight"))
-                          for name in names)  # fmt: skip
-    hybrid = settings.hybrid or is_hybrid(names)
-    if hybrid and options.layer_spec == "local":
-        raise MappingError(
-            "--layer-spec local: a HybridModel has Transformer Engine's layers whatever its args say"
-        )
     local = options.layer_spec == "local" if options.layer_spec else settings.local_norms
-    if hybrid:
-        local = False
-    if local is None:
-        local = False
-        if has_fused_norms:
-            notes.append(
-                "layer spec: no args name it; Transformer Engine's names are used (--layer-spec local)"
+    if settings.hybrid or is_hybrid(names):
+        if options.layer_spec == "local":
+            raise MappingError(
+                "--layer-spec local: a HybridModel has Transformer Engine's layers whatever its args say"
             )
+        local = False
+    fused_norms = (".linear_qkv.layer_norm_weight", ".linear_fc1.layer_norm_weight")
+    if local is None and any(name.endswith(fused_norms) for name in names):
+        notes.append("layer spec: no args name it; Transformer Engine's names are used (--layer-spec local)")
     grouped = options.experts == "grouped" if options.experts else settings.grouped_experts
     if grouped is None:
         if any(EXPERTS in name for name in names):
@@ -240,7 +250,7 @@ def _choose_style(model: Model, options: TargetOptions) -> tuple[ModelStyle, lis
                 "or in a module each; pass --experts grouped (--moe-grouped-gemm) or --experts sequential"
             )
         grouped = False
-    return ModelStyle(local, grouped, settings.fused_mla_down), notes
+    return ModelStyle(bool(local), grouped, settings.fused_mla_down), notes
 
 
 def _choose_parameters(
@@ -266,10 +276,7 @@ def _choose_parameters(
         problems.append(
             f"the args say num_layers = {model.settings.num_layers}, the weights have {found} layers"
         )
-    if problems:
-        raise MappingError(
-            "the weights contradict each other or the args:\n" + list_problems(problems), problems
-        )
+    raise_if(problems, MappingError, "the weights contradict each other or the args")
     return parameters
 
 
@@ -287,11 +294,11 @@ def _choose_vocab(model: Model, options: TargetOptions, parameters: list[LivePar
         raise UsageError(f"--vocab-size-padded {rows}: at least one row is needed")
     if options.vocab_size is not None and options.vocab_size < 1:
         raise UsageError(f"--vocab-size {options.vocab_size}: at least one token is needed")
-    told = max(told_tokens(model.common.args or model.common.model_config), default=None)
-    if options.vocab_size is not None or told is None or rows < told:
+    tokens = max(told_tokens(model.common.args or model.common.model_config), default=None)
+    if options.vocab_size is not None or tokens is None or rows < tokens:
         return resize_vocab(parameters, rows, options.vocab_size)
-    change = resize_vocab(parameters, rows, told)
-    return replace(change, notes=(*change.notes, f"vocabulary: {told} tokens, as the source's args tell"))
+    change = resize_vocab(parameters, rows, tokens)
+    return replace(change, notes=(*change.notes, f"vocabulary: {tokens} tokens, as the source's args tell"))
 
 
 def choose_memberships(
@@ -317,18 +324,6 @@ def writer_tp(model: Model) -> Size:
     return Size(model.settings.tp, "the source's args") if model.settings.tp else Size(1, "default")
 
 
-def _other_states(
-    model: Model, trainable: Sequence[LiveParameter]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What a report says of them: left out, and notes."""
-    kinds = told_kinds(trainable)
-    notes = (
-        f"no optimizer is written: {NOT_LOADED}, and the source's is {optimizer_name(model)}. The weights are "
-        f"{'its masters' if MASTER in model.roles else 'as stored'}; the job starts a new optimizer",
-    )
-    return (f"optimizer states {kinds}: {NOT_LOADED}",) if kinds else (), notes
-
-
 def optimizer_name(model: Model) -> str:
     """What the args call the optimizer, else the states that it keeps."""
     kinds = [role for role in model.roles if role != MASTER]
@@ -350,7 +345,6 @@ def told_kinds(trainable: Iterable[LiveParameter]) -> str:
 
 
 def _common_part(model: Model, options: TargetOptions, dialect: Dialect, tp: int) -> Part:
-    """Arguments, progress, scheduler and rng."""
     notes: list[str] = []
     values: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0}
     stored = model.common.values
@@ -387,13 +381,12 @@ def _common_part(model: Model, options: TargetOptions, dialect: Dialect, tp: int
             notes.append(
                 "the loss scaler is kept as optimizer.grad_scaler.*; Megatron-FSDP does not ask for it"
             )
-        if model.rng_missing:
-            raise MappingError(
-                "rng states of some ranks are missing, so training would not go on where it stopped. Leave all out "
-                "with --ignore-keys 'rng_state/*' and start the job with --no-load-rng:\n"
-                + list_problems(model.rng_missing),
-                model.rng_missing,
-            )
+        raise_if(
+            model.rng_missing,
+            MappingError,
+            "rng states of some ranks are missing, so training would not go on where it stopped. Leave all out "
+            "with --ignore-keys 'rng_state/*' and start the job with --no-load-rng",
+        )
         tensors, objects, rng_notes = rng_items(model.rng, tp)
         notes += rng_notes
     for name, value in values.items():
@@ -431,3 +424,105 @@ def _renamed(parameters: Sequence[LiveParameter]) -> tuple[str, ...]:
         for stored in p.stored
         if stored.name != p.name or p.gated
     )
+
+
+# ---- the same checkpoint for another topology: nothing is computed
+
+
+@dataclass(frozen=True, slots=True)
+class Relayout:
+    """The target, and for each of its objects the stored archive that is carried over byte for byte."""
+
+    target: Target
+    archives: tuple[tuple[str, Item], ...]
+
+
+def build_relayout(source: FsdpSource, wanted: Size | None) -> Relayout:
+    """Everything that `source` holds, for a job of `wanted` tensor-parallel ranks (None: as many as it is for).
+
+    Two things depend on their number: the rows of fused projections (gated delta nets, Mamba) are grouped by rank,
+    and each rank has rng states of its own.
+    """
+    catalog = source.catalog
+    writer = None if source.tp is None else source.tp.ranks
+    tp = writer if wanted is None else wanted.ranks
+    regrouped = {} if tp is None or tp == writer else dict(_regrouped(source, writer, tp))
+    tensors: list[TargetTensor] = []
+    objects: list[TargetObject] = []
+    archives: list[tuple[str, Item]] = []
+    for old, key, path in _keys(catalog, tp, writer):
+        if old in catalog.objects:
+            objects.append(TargetObject(key, None, path))
+            archives.append((key, catalog.objects[old].item))
+            continue
+        entry = catalog.tensors[old]
+        of = parameter_of(old)
+        tensors.append(
+            TargetTensor(
+                key,
+                entry.dtype,
+                entry.shape,
+                regrouped.get(old, (Source(old),)),
+                path,
+                parameter=of.name if of and of.kind != STEP else "",
+                role=role_of(old),
+            )
+        )
+    target = Target(
+        tuple(tensors),
+        objects=tuple(objects),
+        dropped=source.ignored,
+        notes=tuple(_notes(regrouped, writer, tp)),
+    )
+    return Relayout(target, tuple(archives))
+
+
+def _keys(catalog: Catalog, tp: int | None, writer: int | None) -> Iterator[tuple[str, str, Path]]:
+    """(stored key, key in the target, its planner path); rng states for `tp` ranks, the last rank's repeated."""
+    for old in (*catalog.objects, *catalog.tensors):
+        path = tuple(catalog.planner_paths.get(old, (old,)))
+        found = rng_key(old)
+        if found is None or writer is None or tp is None or tp == writer:
+            yield old, old, path
+            continue
+        rank = found.tp
+        for t in range(rank, tp) if rank == writer - 1 else [rank] if rank < tp else []:
+            name = f"({found.pp}, {t})"
+            middle = tuple(name if step == f"({found.pp}, {rank})" else step for step in path)
+            yield old, f"rng_state.{name}.{found.rest}", middle
+
+
+def _regrouped(source: FsdpSource, writer: int | None, tp: int) -> Iterator[tuple[str, tuple[Source, ...]]]:
+    """(stored key, sources) of the fused projections whose rows are grouped by tensor-parallel rank."""
+    packed = packed_projections(tensor.name for tensor in source.tensors)
+    if not packed:
+        return
+    if writer is None:
+        raise UsageError(
+            f"{packed[0]}: its rows cannot be regrouped for tensor parallel size {tp}, as the size they "
+            "are for is unknown: the checkpoint holds no rng states and no record of a conversion. Lay out the "
+            "torch_dist checkpoint that this one was made from instead"
+        )
+    parts: dict[str, list[StoredParameter]] = {}
+    for part in stored_parameters(source.tensors, writer, None):
+        if part.cuts and "_down_proj." not in part.name:  # every rank has all of MLA's down-projection
+            parts.setdefault(part.tensor.name, []).append(part)
+    for name, of_tensor in parts.items():
+        runs = fused_rows(name, {part.name: part.shape[0] for part in of_tensor}, tp)
+        for kind, whole in of_tensor[0].tensor.values.items():
+            values = {part.name: part.value(kind) for part in of_tensor}
+            rows = [values[run.part].rows(run.start, run.count) for run in runs]
+            yield whole.sources[0].key, concat(name, rows).sources
+
+
+def _notes(regrouped: Mapping[str, object], writer: int | None, tp: int | None) -> Iterator[str]:
+    if regrouped:
+        yield f"{len(regrouped)} tensors of fused projections regrouped from tensor parallel size {writer} to {tp}"
+    if writer is not None and tp is not None and tp > writer:
+        yield f"rng of tensor-parallel {_ranks(writer, tp)}: copied from rank {writer - 1}"
+    if writer is not None and tp is not None and tp < writer:
+        yield f"rng of tensor-parallel {_ranks(tp, writer)}: dropped, the target has no such ranks"
+
+
+def _ranks(first: int, stop: int) -> str:
+    return f"rank {first}" if stop == first + 1 else f"ranks {first} to {stop - 1}"

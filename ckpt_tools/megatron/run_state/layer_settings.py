@@ -129,8 +129,8 @@ def _cut(name: str, value: Any, settings: Mapping[str, Any], layers: Layers) -> 
     elif name in _STAGES:
         return None
     elif name == _JSON:
-        told = json.loads(value)
-        return json.dumps({**told, "block_configs": _part(name, told["block_configs"], layers)})
+        config = json.loads(value)
+        return json.dumps({**config, "block_configs": _part(name, config["block_configs"], layers)})
     elif name in _NEVER and not any(map(settings.get, _NEVER[name])):
         raise _no_form(name, value, layers)
     elif name == "heterogeneous_layers_config_path":
@@ -147,8 +147,8 @@ def _part(name: str, value: Any, layers: Layers) -> Any:
     """The entries of the layers kept. Behind a slash a text has patterns of prediction layers, which stay."""
     entries, behind = value, ""
     if isinstance(value, str):
-        told, slash, tail = value.partition("/")
-        entries, behind = re.sub(r"[|\s]", "", told), slash + tail
+        pattern, slash, tail = value.partition("/")
+        entries, behind = re.sub(r"[|\s]", "", pattern), slash + tail
     if not isinstance(entries, Sequence) or (entries and len(entries) != layers.total):
         raise UsageError(f"{name} = {short(value)} does not have one entry for each of {layers.total} layers")
     part: Any = entries[layers.start : layers.stop]

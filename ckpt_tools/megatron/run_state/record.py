@@ -1,4 +1,4 @@
-"""`ckpt_tools.json`: what a conversion assumed of the job that will load its output, kept beside the tensors.
+"""`ckpt_tools.json`: what a conversion assumed of the job that will load its output, kept next to the tensors.
 
 A checkpoint does not tell by itself for how many tensor-parallel ranks its packed projections are arranged: `args`
 are those of the job that trained it, not of the job it was converted for. Megatron-LM, Megatron-Bridge and stock
@@ -46,7 +46,6 @@ class TargetRecord:
     format: Literal["dcp"] | None = None  # whose weights have the names that Megatron-FSDP v2 gives them
 
     def as_json(self) -> dict[str, Any]:
-        """The record as plain data, as it stands in reports and in the file."""
         sizes = {axis: getattr(self, axis) for axis in AXES}
         return {
             "target": self.target,
@@ -61,7 +60,7 @@ class TargetRecord:
 def stored_tp(
     record: TargetRecord | None, rng: Iterable[tuple[int, int]], args: Mapping[str, Any]
 ) -> Size | None:
-    """For how many tensor-parallel ranks an `fsdp_dtensor` checkpoint is, None when nothing tells it.
+    """For how many tensor-parallel ranks an `fsdp_dtensor` checkpoint is, None if unknown.
 
     `rng` are the (pp, tp) ranks whose states it holds: one for each that runs. The arguments count only where
     Megatron-FSDP wrote the checkpoint itself; a conversion carries over those of the job before.
@@ -82,7 +81,6 @@ def stored_tp(
 
 
 def record_bytes(record: TargetRecord) -> bytes:
-    """The content of the file."""
     kind = {} if record.format is None else {"format": record.format}
     return (
         json.dumps({"schema_version": SCHEMA_VERSION, **kind, **record.as_json()}, indent=1) + "\n"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_tools.errors import UsageError, list_problems
+from ckpt_tools.errors import UsageError, raise_if
 from ckpt_tools.formats.pickle.unpickle import TorchDtype
 from ckpt_tools.megatron.hybrid import says_hybrid
 from ckpt_tools.megatron.keys import decoder_layer, layer_of
@@ -23,7 +23,7 @@ class ModelSettings:
     hybrid: bool = False  # a HybridModel: never with local norms
     grouped_experts: bool | None = None
     fused_mla_down: bool = False
-    half_precision: bool | None = None  # trained in bf16 or fp16, so an fp32 master stands beside each weight
+    half_precision: bool | None = None  # trained in bf16 or fp16, so each weight has an fp32 master
     num_layers: int | None = None
     tp: int | None = None
     bridge: bool = False
@@ -149,14 +149,9 @@ def tensor_parallel_problems(tp: int, setting: Setting, names: Iterable[str]) ->
 
 
 def refuse_tensor_parallel(tp: int, setting: Setting, names: Iterable[str]) -> None:
-    """Raise UsageError if the model does not run on `tp` tensor-parallel ranks."""
-    problems = list(tensor_parallel_problems(tp, setting, names))
-    if problems:
-        raise UsageError(
-            f"no job of tensor parallel size {tp} can load this model:\n{list_problems(problems)}\nGive the size of "
-            "one that can with --tp",
-            problems,
-        )
+    problems = tensor_parallel_problems(tp, setting, names)
+    what = f"no job of tensor parallel size {tp} can load this model"
+    raise_if(problems, UsageError, what, "Give the size of one that can with --tp")
 
 
 def count_of(value: object) -> int | None:

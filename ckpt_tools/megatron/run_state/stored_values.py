@@ -64,7 +64,6 @@ def check_settings(settings: Mapping[str, Any], where: str) -> None:
 
 
 def counts(value: object, least: int) -> bool:
-    """Whether it is a number of things, of which there are `least`."""
     return type(value) is int and least <= value <= MOST
 
 
@@ -118,7 +117,6 @@ def check_object(key: str, value: Any) -> None:
 
 
 def rng_at(value: Any, where: str) -> list[Any]:
-    """The rng states of a rank."""
     if not isinstance(value, list):
         raise corrupt(where, value, "a list of states")
     for number, state in enumerate(value):

@@ -42,7 +42,6 @@ class ObjectGrid(NamedTuple):
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with the shards, or None."""
         outside = [i for i in self.found if len(i) != len(self.axes) or any(map(int.__ge__, i, self.axes))]
         if outside:
             return f"{shard_key(self.name, outside[0], self.axes)} is outside of its own grid"
@@ -105,7 +104,7 @@ def rng_grid(
         return RngGrid(pp, tp)
     world, source = (gpus, "--gpus") if gpus is not None else (common.arg("world_size"), "args")
     if world is None or world % (pp * tp) or world < pp * tp:
-        found = "nothing tells how many" if world is None else f"{world} GPUs are not a multiple of TP x PP"
+        found = "their number is unknown" if world is None else f"{world} GPUs are not a multiple of TP x PP"
         raise UsageError(
             f"a {dialect.name} job with expert parallel size {ep} asks for the rng states of each of its "
             f"data-parallel ranks, and {found}: give --gpus, the GPUs of the job (TP {tp} x PP {pp} x the data and "

@@ -1,11 +1,11 @@
-"""Which states an optimizer keeps: told by the optimizer, not by what happens to be stored. Others than Adam.
+"""Which states an optimizer keeps, by its settings and not by what happens to be stored. Others than Adam.
 
 Megatron-FSDP runs Adam alone (arguments.py refuses the emerging optimizers, distrib_optimizer.py SGD), so none of
 its jobs can load the states of Muon, Lion and SGD, or of mixtures with Adam. Jobs of `torch_dist` can, and each asks
 for what its own kind of optimizer would have saved (optimizer.py, layer_wise_optimizer.py)::
 
     optimizer.state.fp32_param.<weight key>           the master, where the optimizer is not distributed
-    optimizer.state.param.<weight key>                the master of a distributed optimizer (Lion beside Muon)
+    optimizer.state.param.<weight key>                the master of a distributed optimizer (Lion next to Muon)
     optimizer.state.momentum_buffer.<weight key>      SGD, Muon; adaptive Muon has moment2_buffer too
     optimizer.state.exp_avg.<weight key>              Lion, and with exp_avg_sq what Muon leaves to Adam
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.errors import MappingError, raise_if
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.torch_archive.item_reader import load_object
 from ckpt_tools.megatron.keys import bucket_object
@@ -39,7 +39,6 @@ class Expected(NamedTuple):
     why: str
 
     def missing(self, held: Iterable[str]) -> list[str]:
-        """Kinds of state that no parameter has."""
         have = set(held)
         return [kind for kind in self.kinds or () if kind not in have]
 
@@ -107,10 +106,7 @@ def refuse_partial_states(states: Iterable[tuple[str, Set[str]]], common: Common
         if more != kinds
         for name in names
     ]
-    if problems:
-        raise MappingError(
-            "optimizer states are missing that other parameters have:\n" + list_problems(problems), problems
-        )
+    raise_if(problems, MappingError, "optimizer states are missing that other parameters have")
 
 
 def optimizer_entry(files: Files, catalog: Catalog, common: CommonState) -> Any:
@@ -151,7 +147,7 @@ def is_distributed(entry: Any) -> bool:
 def spelled_master(entry: Any, kinds: Iterable[str], all_kinds: Iterable[str]) -> str:
     """How the job that has this entry calls the master of a parameter with these kinds of states.
 
-    Where a layer-wise optimizer stands beside a distributed one, the first has the matrices: it is Muon, whose
+    Where a layer-wise optimizer is next to a distributed one, the first has the matrices: it is Muon, whose
     buffers nothing else has, or Lion with Adam for the rest.
     """
     found = {isinstance(part, Mapping) and _SHARDING in part for part in parts_of(entry)}

@@ -41,7 +41,7 @@ _DROPPED = (
     ("rerun_state_machine_state/*", "rerun state: not part of fsdp_dtensor"),
 )
 Extent: TypeAlias = Literal["whole", "proven masters", "masters", "none"]
-"""How much of an optimizer is wanted; `proven masters` must be those of the stored weights if they are told apart by
+"""How much of an optimizer is wanted; `proven masters` must be those of the stored weights if they are matched by
 their content, `masters` are left out then."""
 
 
@@ -65,7 +65,7 @@ def read_torch_dist(
 ) -> TorchDistSource:
     """The checkpoint in `files` taken apart; `ignored` are globs of keys that are left out.
 
-    Tensors that stand inside stored objects (`dp_zero_gather_scatter`) are added to the catalog. Of the
+    Tensors inside stored objects (`dp_zero_gather_scatter`) are added to the catalog. Of the
     optimizer may be wanted the masters alone, as far as they can be read, or nothing. `unknown_keys` may be there and
     count as dropped. `share`: see `read_optimizer_states`.
     """
@@ -80,6 +80,7 @@ def read_torch_dist(
         else (states.consumed if states is not None else frozenset())
     )
     stored = common.values.get("optimizer")
+    made = [e for e in states.payloads.values() if e.made is not None] if states is not None else []
     parameters = tuple(_parameter(p, states) for p in keys.parameters)
     is_other = optimizer == "whole" and states is not None and not is_adams(parameters)
     model = Model(
@@ -98,7 +99,12 @@ def read_torch_dist(
         extra_states=extra_states(files, catalog, common) if optimizer == "whole" else {},
         dropped=(*left_out, *dropped_objects(keys, consumed, unknown_keys)),
         unread=unread,
-        notes=_joined(states),
+        notes=()
+        if not made
+        else (
+            f"{sum(e.numel for e in made):,} elements of masters are computed: the optimizer (precision-aware) kept "
+            "the 16 bits by which they differ from their bf16 weights",
+        ),
     )
     return TorchDistSource(model, states)
 
@@ -106,11 +112,9 @@ def read_torch_dist(
 def _parameter(stored: Slice, states: OptimizerStates | None) -> Parameter:
     """A slice of a stored weight, and the same slice of its optimizer states, as a parameter of the model."""
     values = {WEIGHT: Value(stored.dtype, stored.shape, (Source(stored.key, selected(stored.lead)),))}
-    if states is not None:
-        for kind in states.kinds:
-            if states.has(kind, stored.key):
-                sources = states.sources(kind, stored.key, stored.lead)
-                values[kind] = Value(states.dtype(kind, stored.key), stored.shape, sources)
+    for kind in states.kinds if states is not None else ():
+        if states is not None and (state := states.states.get((kind, stored.key))):
+            values[kind] = Value(state.dtype, stored.shape, states.sources(kind, stored.key, stored.lead))
     return Parameter(stored.name, stored.shape, stored.dtype, values, stored.expert, origin=stored.key)
 
 
@@ -133,17 +137,6 @@ def _holds_something(value: object) -> bool:
     if isinstance(value, StoredTensor):
         return bool(value.data)
     return value is not None and getattr(value, "args", True) not in ((), (b"",))
-
-
-def _joined(states: OptimizerStates | None) -> tuple[str, ...]:
-    """A note where masters are not stored."""
-    made = [e for e in states.payloads.values() if e.made is not None] if states is not None else []
-    if not made:
-        return ()
-    return (
-        f"{sum(e.numel for e in made):,} elements of masters are computed: the optimizer (precision-aware) kept the "
-        "16 bits by which they differ from their bf16 weights",
-    )
 
 
 def _grad_scaler(optimizer: object) -> Mapping[str, Any]:

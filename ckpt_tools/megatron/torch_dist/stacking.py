@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple, TypeAlias
 
-from ckpt_tools.errors import MappingError, list_problems
+from ckpt_tools.errors import MappingError, raise_if
 from ckpt_tools.megatron.adapters import not_merged
 from ckpt_tools.megatron.keys import (
     HALVES,
@@ -62,7 +62,6 @@ class SortedKeys:
 
 
 def sort_keys(catalog: Catalog) -> SortedKeys:
-    """Every key of the catalog, as parameters, optimizer keys and objects."""
     optimizer = [key for key in catalog.tensors if is_optimizer_key(key)]
     weights = [entry for key, entry in catalog.tensors.items() if not is_optimizer_key(key)]
     parameters = [parameter for entry in weights for parameter in slices_of(entry)]
@@ -74,10 +73,7 @@ def sort_keys(catalog: Catalog) -> SortedKeys:
         if (other := not_merged(e.key)) or ".adapter." in e.key
     ]
     problems += missing_layers(p.name for p in parameters)
-    if problems:
-        raise MappingError(
-            "the weights do not make a whole Megatron model:\n" + list_problems(problems), problems
-        )
+    raise_if(problems, MappingError, "the weights do not make a whole Megatron model")
     return SortedKeys(tuple(parameters), tuple(optimizer), tuple(catalog.objects))
 
 
@@ -167,7 +163,6 @@ class Stack:
 
     @property
     def weight(self) -> Value:
-        """Its parameters' weights as one tensor."""
         return stack(self.key, {index: p.weight for index, p in self.members.items()}, self.lead)
 
     def state(self, role: str) -> Value:
@@ -187,8 +182,7 @@ def stack_parameters(
     `stacked` overrides what the args say, but not what is impossible.
     """
     problems = missing_layers(p.name for p in parameters)
-    if problems:
-        raise MappingError("the model is not whole:\n" + list_problems(problems), problems)
+    raise_if(problems, MappingError, "the model is not whole")
     layers = [None if is_of_transformers(p.name) else layer_of(p.name) for p in parameters]
     as_stack, notes = _choose(parameters, layers, common, stacked)
     members: dict[str, dict[tuple[int, ...], Parameter]] = {}
@@ -198,10 +192,7 @@ def stack_parameters(
         index = (None if in_stack is None else in_stack.number, parameter.expert)
         members.setdefault(key, {})[tuple(i for i in index if i is not None)] = parameter
     stacks = [_stack(key, found, problems) for key, found in members.items()]
-    if problems:
-        raise MappingError(
-            "layers or experts do not make whole tensors:\n" + list_problems(problems), problems
-        )
+    raise_if(problems, MappingError, "layers or experts do not make whole tensors")
     return stacks, notes
 
 
@@ -251,28 +242,22 @@ def _choose(
         _refuse_partial_layers(layers)
     choice, notes = {}, []
     for block, found in layers.items():
-        alike = len({frozenset(content) for content in found.values()}) == 1
+        are_equal = len({frozenset(content) for content in found.values()}) == 1
         never = f".{block}".startswith(".mtp.") or ".mtp." in block or _is_hybrid(found)
-        if stacked and not never and not alike:
+        if stacked and not never and not are_equal:
             raise MappingError(f"{block}*: its layers hold different parameters and cannot be stacked")
-        wanted, why = _wanted(block, stacked, stored if common.of_torch_dist else {}, reason)
-        choice[block] = wanted and alike and not never
+        if stacked is not None:
+            wanted, why = stacked, "as asked for"
+        elif common.of_torch_dist and block in stored:
+            wanted, why = stored[block], "as in the source"
+        else:
+            wanted, why = reason is None or "vision_model." in block, reason or ""
+        choice[block] = wanted and are_equal and not never
         if not never:
-            why = why if alike or stacked is not None else "its layers differ"
+            why = why if are_equal or stacked is not None else "its layers differ"
             form = "one tensor for all layers" if choice[block] else "a tensor for each layer"
             notes.append(f"{block}*: {form}" + (f" ({why})" if why else ""))
     return choice, notes
-
-
-def _wanted(
-    block: str, asked: bool | None, stored: Mapping[str, bool], reason: str | None
-) -> tuple[bool, str | None]:
-    """Whether a block is to be stacked, and why: as asked for, as the source has it, or as the settings say."""
-    if asked is not None:
-        return asked, "as asked for"
-    if block in stored:
-        return stored[block], "as in the source"
-    return not reason or "vision_model." in block, reason
 
 
 def _refuse_partial_layers(layers: Mapping[str, Mapping[int, set[_Content]]]) -> None:
@@ -286,16 +271,15 @@ def _refuse_partial_layers(layers: Mapping[str, Mapping[int, set[_Content]]]) ->
                 name, expert, _ = min(whole - part)
                 which = "" if expert is None else f" (expert {expert})"
                 problems.append(f"{block}{layer}.{name}{which} is missing, layer {kinds[whole]} has it")
-    if problems:
-        raise MappingError(
-            "layers are not whole; if the model is meant to be so, ask for a tensor for each layer:\n"
-            + list_problems(problems),
-            problems,
-        )
+    raise_if(
+        problems,
+        MappingError,
+        "layers are not whole; if the model is meant to be so, ask for a tensor for each layer",
+    )
 
 
 def _is_hybrid(layers: Mapping[int, Iterable[_Content]]) -> bool:
-    """Whether a block is a hybrid or Mamba stack, whose layers always stand alone (ssm/mamba_block.py)."""
+    """Whether a block is a hybrid or Mamba stack, whose layers are never stacked (ssm/mamba_block.py)."""
     return any(
         rest.startswith(("mixer.", "mamba_mixer.")) for found in layers.values() for rest, _, _ in found
     )

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ckpt_tools.errors import MappingError, UsageError, list_problems
-from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, state_role
+from ckpt_tools.errors import MappingError, UsageError, raise_if
+from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, DECODER_LAYERS, state_role
 from ckpt_tools.megatron.names import BRIDGE, Dialect, dialect_for
 from ckpt_tools.megatron.run_state.record import Size, TargetRecord
 from ckpt_tools.megatron.torch_dist.grids import (
@@ -46,14 +46,10 @@ OPTIMIZER_METADATA = {
     "distrib_optim_fully_reshardable_mem_efficient": False,
 }
 EXTRA_STATE, RERUN = "*._extra_state/shard_*", "rerun_state_machine_state/*"
-FP8_WEIGHTS = (
-    "fp8_param_gather",
-    "fp8_param",
-    "fp4_param_gather",
-    "fp4_param",
-)  # args of a job that holds such
+# args of a job that holds such
+FP8_WEIGHTS = ("fp8_param_gather", "fp8_param", "fp4_param_gather", "fp4_param")
 _CARRIED = {"args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far"}
-# Of a source's common state: what is made anew, and what only a job that resumes asks for.
+# Of a source's common state: what is made here, and what only a job that resumes asks for.
 _OWN = {"optimizer", "opt_param_scheduler", "content_metadata"}
 _RESUMED = {"rerun_state_machine"}
 # What loaders tell groups apart by (optimizer.py `param_group_identifier_keys`); the expert flag is set here.
@@ -91,7 +87,6 @@ class TorchDistTarget:
 
 
 def build_torch_dist_target(model: Model, options: TorchDistOptions) -> TorchDistTarget:
-    """Everything the `torch_dist` checkpoint of `model` must contain."""
     local = model.settings.local_norms if options.layer_spec is None else options.layer_spec == "local"
     dialect = choose_dialect(model, options.dialect)
     _check_counts(model)
@@ -107,16 +102,18 @@ def build_torch_dist_target(model: Model, options: TorchDistOptions) -> TorchDis
     rerun = [] if options.weights_only else [TargetObject(key, [None]) for key in _stored(model, RERUN)]
     objects = (*rng, *extra, *rerun, TargetObject(COMMON_OBJECT, [common]))
     kept = carried_objects(model, objects)
+    unplaced = [
+        f"{key}: its FP8 scales have no place in the target, whose modules have other keys"
+        for key in model.extra_states
+        if key not in {o.key for o in objects}
+    ]
     target = Target(
         tensors=(
             *_weights(stacks, model, options),
             *(_states(stacks, model) if "optimizer" in common else ()),
         ),
         objects=objects,
-        dropped=(
-            *_dropped(model, kept),
-            *_unplaced(model, {o.key for o in objects}),
-        ),
+        dropped=(*_dropped(model, kept), *unplaced),
         renamed=_renamed(stacks, model),
         notes=(
             *unread_note(model),
@@ -145,14 +142,13 @@ def _record(model: Model, options: TorchDistOptions, dialect: Dialect, grid: Rng
     has_experts = any(p.expert is not None for p in model.parameters)
 
     def size(asked: int | None, option: str, name: str) -> Size | None:
-        told = asked or arg(name)
-        return Size(told, option if asked else "args") if told and has_experts else None
+        ranks = asked or arg(name)
+        return Size(ranks, option if asked else "args") if ranks and has_experts else None
 
+    told_tp = "args" if arg("tensor_model_parallel_size") else "rng states"
     return TargetRecord(
         dialect.name,
-        tp=None
-        if grid is None
-        else Size(grid.tp, "args" if arg("tensor_model_parallel_size") else "rng states"),
+        tp=None if grid is None else Size(grid.tp, told_tp),
         ep=size(options.ep, "--ep", "expert_model_parallel_size"),
         etp=size(options.etp, "--etp", "expert_tensor_parallel_size"),
         dp=None if grid is None else grid.dp,
@@ -188,12 +184,9 @@ def _common_state(model: Model, options: TorchDistOptions) -> tuple[dict[str, An
 
 
 def _check_counts(model: Model) -> None:
-    """Layers and experts against the args."""
     problems, common = [], model.common
-    layers, wanted = (
-        layer_counts(p.name for p in model.parameters).get("decoder.layers."),
-        common.arg("num_layers"),
-    )
+    layers = layer_counts(p.name for p in model.parameters).get(DECODER_LAYERS)
+    wanted = common.arg("num_layers")
     if None not in (layers, wanted) and layers != wanted:
         problems.append(f"the args say num_layers = {wanted}, the weights have {layers} layers")
     wanted = common.arg("num_experts") or common.arg("num_moe_experts")
@@ -202,8 +195,7 @@ def _check_counts(model: Model) -> None:
         problems += [
             f"{k}: the args say {wanted} experts, there are {n}" for k, n in experts.items() if n != wanted
         ]
-    if problems:
-        raise MappingError("the weights contradict the args:\n" + list_problems(problems), problems)
+    raise_if(problems, MappingError, "the weights contradict the args")
 
 
 def _experts_apart(model: Model, options: TorchDistOptions) -> bool:
@@ -233,7 +225,6 @@ def _weights(stacks: Sequence[Stack], model: Model, options: TorchDistOptions) -
 
 
 def _states(stacks: Sequence[Stack], model: Model) -> Iterable[TargetTensor]:
-    """Masters and moments of everything that is trained."""
     for stack in stacks:
         roles = {p.states for p in stack.parameters}
         if len(roles) > 1:
@@ -295,21 +286,13 @@ def _extra_keys(
 
 
 def _stored(model: Model, glob: str) -> list[str]:
-    """Keys of objects that a `torch_dist` source has."""
     return [key for key in model.catalog.objects if model.common.of_torch_dist and fnmatchcase(key, glob)]
 
 
 def carried_objects(model: Model, objects: Iterable[TargetObject]) -> frozenset[str]:
-    """The keys of objects that a `torch_dist` source has too: they are taken over byte for byte."""
+    """The keys of objects that a `torch_dist` source has too: they are copied byte for byte."""
     stored = model.catalog.objects if model.common.of_torch_dist else {}
     return frozenset(o.key for o in objects if o.key in stored and o.key != COMMON_OBJECT)
-
-
-def _unplaced(model: Model, keys: Collection[str]) -> Iterable[str]:
-    """One line for each extra state that holds something and has no place."""
-    for key in model.extra_states:
-        if key not in keys:
-            yield f"{key}: its FP8 scales have no place in the target, whose modules have other keys"
 
 
 def _dropped(model: Model, kept: Container[str]) -> tuple[str, ...]:
@@ -450,9 +433,8 @@ def _refuse_lookalikes(groups: Iterable[Group]) -> None:
             differing = [k for k in {*group, *other} if group.get(k) != other.get(k)]
             values = ", ".join(f"{k}: {other.get(k)!r} and {group.get(k)!r}" for k in sorted(differing))
             problems.append(f"{dict(zip(_IDENTIFIERS, identity, strict=True))}: {values}")
-    if problems:
-        raise MappingError(
-            "parameters whose groups loaders cannot tell apart have different settings or steps:\n"
-            + list_problems(problems),
-            problems,
-        )
+    raise_if(
+        problems,
+        MappingError,
+        "parameters whose groups loaders cannot tell apart have different settings or steps",
+    )

@@ -63,7 +63,7 @@ def too_far(masters: Array, weights: Array, dtype: str, shard: Survey) -> Array:
     """Where masters are farther from their weights than half a step, in a shard like this; NaN always is.
 
     A step of three mantissa bits is an eighth of the number at most. Near zero (subnormals) steps have one size,
-    which only zero is below. The largest number stands for larger ones too, as the cast saturates.
+    which only zero is below. The largest number is also that of larger masters, as the cast saturates.
     """
     value, master = _values(weights, dtype), masters.astype(np.float64)
     size = np.abs(value)

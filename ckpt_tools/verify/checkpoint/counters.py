@@ -36,7 +36,7 @@ class _Steps(NamedTuple):
     counts: Mapping[float, int]
     first: Mapping[float, str]
 
-    def told(self) -> str:
+    def text(self) -> str:
         """Each number, and who has it."""
         return ", ".join(
             f"{_text(step)} ({self.first[step]}" + (f" and {count - 1} more)" if count > 1 else ")")
@@ -96,16 +96,16 @@ def _stored_steps(
         groups = enumerate(stored_groups(files, catalog, common))
         steps = {f"optimizer.param_groups.{number}": group.get(STEP) for number, group in groups}
         return {key: step for key, step in steps.items() if step is not None}
-    values, told = SmallValues(files, trust_pickle), dict[str, Any]()
+    values, numbers = SmallValues(files, trust_pickle), dict[str, Any]()
     for key in _step_keys(catalog):
         entry = catalog.tensors.get(key)
         try:
-            told[key] = (
+            numbers[key] = (
                 values.load(catalog.objects[key].item) if entry is None else step_number(values.tensor(entry))
             )
         except MappingError as error:  # which a conversion refuses
             found.error(key, str(error))
-    return told
+    return numbers
 
 
 def _step_keys(catalog: Catalog) -> Iterator[str]:
@@ -134,7 +134,7 @@ def _contradictions(
     """(counter, what it contradicts). A step that was skipped leaves Adam's and the schedule's counters behind."""
     if len(steps.counts) > 1:
         problem = (
-            f"{steps.of_what} of one optimizer have made different numbers of steps: {steps.told()}. A job corrects "
+            f"{steps.of_what} of one optimizer have made different numbers of steps: {steps.text()}. A job corrects "
             "Adam's bias in each by its own"
         )
         if steps.of_what == "groups":

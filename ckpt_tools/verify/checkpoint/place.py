@@ -1,4 +1,4 @@
-"""Do the folder, the tracker file and the entries beside the weights make loaders find and accept the checkpoint."""
+"""Do the folder, the tracker file and the entries next to the weights make loaders find and accept the checkpoint."""
 
 from __future__ import annotations
 
@@ -114,36 +114,37 @@ def check_metadata_json(files: Files) -> Check:
     return found.done()
 
 
-def check_entries(location: Location, catalog: Catalog, common: CommonState) -> Check:
-    """Whether the entries that a strict load asks for beside weights and states are there."""
+def check_torch_dist_entries(location: Location, catalog: Catalog, common: CommonState) -> Check:
+    """Whether the entries that a load asks for besides weights and states are there."""
     found = Findings("entries", "entries")
-    if location.kind == "torch_dist":
-        found.looked_at = len(common.values)
-        stored = location.has_common_pt or COMMON_OBJECT in catalog.objects  # if it can be read or not
-        if not stored and not location.has_run_config:
+    found.looked_at = len(common.values)
+    stored = location.has_common_pt or COMMON_OBJECT in catalog.objects  # if it can be read or not
+    if not stored and not location.has_run_config:
+        found.error(location.path, "neither common.pt nor common_state: no arguments, iteration or groups")
+    if any(key.startswith(f"{MODEL_PREFIX}.") for key in catalog.tensors):
+        found.error(
+            METADATA_JSON,
+            "the keys are those of fsdp_dtensor, but this file makes loaders take the folder for torch_dist; "
+            "remove the file",
+        )
+    return found.done()
+
+
+def check_fsdp_entries(location: Location, catalog: Catalog) -> Check:
+    """Whether the entries that a strict load asks for besides weights and states are there, a field an object."""
+    found = Findings("entries", "entries")
+    found.looked_at = 3
+    for key in ("iteration", "checkpoint_version"):
+        if key not in catalog.objects:
+            found.error(key, "the entry is missing; every loader asks for it")
+    if "args" not in catalog.objects and not location.has_run_config:
+        found.error("args", "the entry is missing; Megatron-LM loads nothing without it")
+    for key in catalog.objects:
+        is_whole_group = key.startswith(GROUP_META) and key.endswith((".weight", ".bias"))
+        if key == "opt_param_scheduler" or is_whole_group:
             found.error(
-                location.path, "neither common.pt nor common_state: no arguments, iteration or groups"
+                key,
+                "a whole dict is stored as one object; torch's planner then renames every key of the load "
+                "(its v2.3 compatibility). Store one object a field",
             )
-        if any(key.startswith(f"{MODEL_PREFIX}.") for key in catalog.tensors):
-            found.error(
-                METADATA_JSON,
-                "the keys are those of fsdp_dtensor, but this file makes loaders take the folder for torch_dist; "
-                "remove the file",
-            )
-    if location.kind == "fsdp_dtensor":
-        found.looked_at = 3
-        for key in ("iteration", "checkpoint_version"):
-            if key not in catalog.objects:
-                found.error(key, "the entry is missing; every loader asks for it")
-        if "args" not in catalog.objects and not location.has_run_config:
-            found.error("args", "the entry is missing; Megatron-LM loads nothing without it")
-        for key in catalog.objects:
-            if key == "opt_param_scheduler" or (
-                key.startswith(GROUP_META) and key.endswith((".weight", ".bias"))
-            ):
-                found.error(
-                    key,
-                    "a whole dict is stored as one object; torch's planner then renames every key of the load "
-                    "(its v2.3 compatibility). Store one object a field",
-                )
     return found.done()

@@ -62,7 +62,7 @@ def check_shards(catalog: Catalog) -> Check:
 
 
 def check_plans(files: Files, trust_pickle: bool = False) -> Check:
-    """Whether torch can make the save plans that Megatron keeps beside the metadata."""
+    """Whether torch can make the save plans that Megatron keeps next to the metadata."""
     found = Findings("save plans", "write items")
     found.looked_at, problem = plan_problem(files, trust_pickle)
     if problem:
@@ -71,7 +71,7 @@ def check_plans(files: Files, trust_pickle: bool = False) -> Check:
 
 
 def check_planner(catalog: Catalog) -> Check:
-    """Whether what torch's and Megatron's planners kept beside the keys fits them.
+    """Whether what torch's and Megatron's planners kept next to the keys fits them.
 
     torch names every key after its path in the state dict, and puts it back there when nobody gives a state dict.
     """

@@ -1,4 +1,9 @@
-"""Are two checkpoints the same: tensor by tensor through views, value by value, in bounded memory."""
+"""Are two checkpoints the same: tensor by tensor through views, value by value, in bounded memory.
+
+Where a format keeps masters in the place of weights, masters are compared, and the weights that a side stores next to
+its own would go unseen. They are compared with weights where both sides store them, else with the masters of the side
+that does not, which must round to them.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +26,99 @@ from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog, Item, ObjectEntry
 from ckpt_tools.model.choices import DiffBy
 from ckpt_tools.model.dtypes import CASTABLE
-from ckpt_tools.model.kernels.casts import Array, numpy_dtype, raw_dtype
+from ckpt_tools.model.kernels.casts import Array, cast, numpy_dtype, raw_dtype
 from ckpt_tools.model.roles import MASTER, WEIGHT, Role
 from ckpt_tools.model.target import InlineTensor, TargetTensor
 from ckpt_tools.verify.compare.arrays import Comparison, Extremes, Tolerance, are_same_bits
 from ckpt_tools.verify.compare.objects import ValueDiff, diff_values, text_of
-from ckpt_tools.verify.compare.stored_weights import WeightsComparison, can_round, has_weights, weight_behind
-from ckpt_tools.verify.content.measure import Part, bytes_of, part_reads, parts_of
+from ckpt_tools.verify.content.values import Part, bytes_of, part_reads, parts_of
+
+AnyTensor = TargetTensor | InlineTensor
+
+
+def weight_behind(tensor: AnyTensor) -> TargetTensor | None:
+    """The stored weight that a master must round to; None where the tensor is not such a master."""
+    if not isinstance(tensor, TargetTensor) or tensor.must_round_dtype is None:
+        return None
+    return replace(
+        tensor,
+        dtype=tensor.must_round_dtype,
+        sources=tensor.must_round_to,
+        must_round_to=(),
+        must_round_dtype=None,
+        role=WEIGHT,
+    )
+
+
+def has_weights(pair: Sequence[AnyTensor]) -> bool:
+    """Whether a side stores weights beside the masters that are compared."""
+    return any(weight_behind(tensor) is not None for tensor in pair)
+
+
+def can_round(pair: Sequence[AnyTensor]) -> bool:
+    """Whether all of their types are numbers that rounding is known for."""
+    weights = [weight for tensor in pair if (weight := weight_behind(tensor)) is not None]
+    return {tensor.dtype for tensor in (*pair, *weights)} <= CASTABLE
+
+
+class WeightsComparison:
+    """The weights behind a pair of tensors, tile by tile; `found` holds what differs so far."""
+
+    def __init__(self, pair: Sequence[AnyTensor], readers: Sequence[BoxReader], tolerance: Tolerance) -> None:
+        weights = [weight_behind(tensor) for tensor in pair]
+        self._read: list[Callable[[Box], Array] | None] = [
+            None if weight is None else reader.tensor(weight)
+            for weight, reader in zip(weights, readers, strict=True)
+        ]
+        stored = [weight.dtype for weight in weights if weight is not None]
+        self._dtypes = stored[0], stored[-1]
+        self._masters = [tensor.dtype for tensor in pair]
+        self._is_bitwise = tolerance.is_bitwise
+        self._comparison = Comparison(self._dtypes, tolerance)
+
+    @property
+    def found(self) -> Extremes:
+        """What differs so far."""
+        return self._comparison.found
+
+    def add(self, tile: Box, masters: Sequence[Array]) -> int:
+        """Compare a tile whose masters were read already, as raw bits; the bytes of weights that were read."""
+        numbers = [m.view(numpy_dtype(dtype)) for m, dtype in zip(masters, self._masters, strict=True)]
+        weights = [None if read is None else read(tile) for read in self._read]
+        first, second = weights
+        if first is None or second is None:
+            own = 0 if second is None else 1
+            mine = weights[own]
+            assert mine is not None  # one side stores weights, else there is nothing to compare
+            first = second = mine
+            different = self._unlike(numbers, 1 - own, mine)
+            if not self._is_bitwise:  # within the tolerance masters may lie on two sides of a weight's middle
+                different &= self._unlike(numbers, own, mine)
+            if different.any():
+                rounded = self._rounded(numbers[1 - own], self._masters[1 - own], mine, different)
+                first, second = (rounded, mine) if own else (mine, rounded)
+        elif self._dtypes[0] == self._dtypes[1]:
+            same = ~(self._unlike(numbers, 1, first) | self._unlike(numbers, 0, second))
+            second = np.where(same, first, second)  # of two equally near weights either is right
+        raw = [w.view(raw_dtype(dtype)) for w, dtype in zip((first, second), self._dtypes, strict=True)]
+        self._comparison.add(raw[0], raw[1], tile.start)
+        return sum(w.nbytes for w in weights if w is not None)
+
+    def _unlike(self, masters: Sequence[Array], side: int, weights: Array) -> Array:
+        return rounding_mismatch(masters[side], self._masters[side], weights, self._dtypes[0])
+
+    def _rounded(self, masters: Array, dtype: str, weights: Array, different: Array) -> Array:
+        """The masters as weights, and the weights themselves where they are one of two equally near ones."""
+        made: Array = np.where(different, cast(masters, dtype, self._dtypes[0]), weights)
+        return made
+
 
 _SHARED_BYTES = 16 << 10  # of an object that is kept, as others may have the same
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One checkpoint as it is compared: what stands under each name."""
+    """One of the checkpoints that are compared: its values by name."""
 
     files: Files
     catalog: Catalog
@@ -120,7 +204,7 @@ def comparing(
 ) -> Iterator[Callable[[], tuple[TensorDiff, ...]]]:
     """Give the block a function that returns what there is of every chosen tensor of either side.
 
-    Other processes have begun to compare when the block does. `tick` is told the bytes read. Weights that a side
+    Other processes have begun to compare when the block does. `tick` gets the bytes read. Weights that a side
     stores beside the masters that are compared have a row of their own behind all others, of the same name.
 
     Raises (the function):
@@ -135,19 +219,19 @@ def comparing(
     }
     readers = BoxReader(a.files, a.catalog), BoxReader(b.files, b.catalog)
 
-    def compare(part: Part, told: Tick) -> tuple[Extremes, Extremes]:
+    def compare(part: Part, count: Tick) -> tuple[Extremes, Extremes]:
         pair = pairs[part.number]
         comparison = Comparison((pair[0].dtype, pair[1].dtype), options.tolerance)
-        if _are_equal(pair, readers, part, options.tolerance, part.number in behind, told):
+        if _are_equal(pair, readers, part, options.tolerance, part.number in behind, count):
             return Extremes(), Extremes()
         weights = WeightsComparison(pair, readers, options.tolerance) if part.number in behind else None
         read_a, read_b = (_read(reader, tensor) for reader, tensor in zip(readers, pair, strict=True))
         for tile in part.tiles():
             tiles = read_a(tile), read_b(tile)
             comparison.add(*tiles, tile.start)
-            told(tiles[0].nbytes + tiles[1].nbytes)
+            count(tiles[0].nbytes + tiles[1].nbytes)
             if weights is not None:
-                told(weights.add(tile, tiles))
+                count(weights.add(tile, tiles))
         return comparison.found, Extremes() if weights is None else weights.found
 
     beside = [[weight_behind(t) if n in behind else None for n, t in enumerate(side)] for side in sides]
@@ -190,7 +274,7 @@ def _are_equal(
     part: Part,
     tolerance: Tolerance,
     with_weights: bool,
-    told: Tick,
+    count: Tick,
 ) -> bool:
     """Whether a quick look at all of a part shows that nothing in it differs; if not, nothing is known.
 
@@ -199,7 +283,7 @@ def _are_equal(
     a, b = pair
     if not (isinstance(a, TargetTensor) and isinstance(b, TargetTensor)):
         return False
-    if any(reader.is_remote for reader in readers):  # reads of stores are told in the order of boxes
+    if any(reader.is_remote for reader in readers):  # reads of stores are announced in the order of boxes
         return False
     seen = [Seen(readers[0], a), Seen(readers[1], b)]
     behind = [Seen(one.reader, weight) for one in seen if (weight := weight_behind(one.tensor)) is not None]
@@ -209,13 +293,13 @@ def _are_equal(
         return False
     elements = nbytes = 0
     for blocks in in_step([*seen, *behind], part.box):
-        told(0)
+        count(0)
         if not _are_alike(blocks, types):
             return False
         elements += blocks[0].size
         nbytes += sum(block.nbytes for block in blocks)
     if elements == part.box.volume:
-        told(nbytes)
+        count(nbytes)
     return elements == part.box.volume
 
 

@@ -1,8 +1,6 @@
 """One pass over every byte.
 
 * `content`: one pass over every byte
-* `scan`: the same of one stored item
-* `values`: what is not a number; sums and extremes
-* `measure`: sums of every tensor, a long one in parts, by threads and processes
+* `values`: what is not a number; sums and extremes of every tensor
 * `manifest`: SHA-256 sums of files and tensors, Megatron's own `integrity.json`
 """

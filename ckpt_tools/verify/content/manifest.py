@@ -21,7 +21,7 @@ from typing import Any
 
 from ckpt_tools.errors import CkptError, StorageError, UsageError
 from ckpt_tools.execute.move.read_box import BoxReader
-from ckpt_tools.execute.processes.team import Tick, spread
+from ckpt_tools.execute.processes.team import Tick, results_of, start_jobs
 from ckpt_tools.formats.storage.files import Files, readable_size
 from ckpt_tools.formats.untrusted_documents import DocumentError, parse_json, read_named_file
 from ckpt_tools.megatron.run_state.record import RECORD_FILE
@@ -64,22 +64,26 @@ def make_manifest(
         name for name in files.list() if PurePosixPath(name).suffix in DATA_SUFFIXES
     }  # of other saves too
     ordered, entries = sorted(names), list(catalog.tensors.values())
-    rows = spread(
-        lambda name, told: file_row(files, name, told),
-        ordered,
-        sizes=[readable_size(files, name) for name in ordered],
-        threads=threads,
-        workers=workers,
-        tick=tick,
+    rows = results_of(
+        start_jobs(
+            lambda name, told: file_row(files, name, told),
+            ordered,
+            sizes=[readable_size(files, name) for name in ordered],
+            threads=threads,
+            workers=workers,
+            tick=tick,
+        )
     )
     digests = dict(zip(ordered, rows, strict=True))
-    tensors = spread(
-        lambda entry, told: _tensor(files, catalog, entry, told),
-        entries,
-        sizes=[entry.nbytes for entry in entries],
-        threads=threads,
-        workers=workers,
-        tick=tick,
+    tensors = results_of(
+        start_jobs(
+            lambda entry, told: _tensor(files, catalog, entry, told),
+            entries,
+            sizes=[entry.nbytes for entry in entries],
+            threads=threads,
+            workers=workers,
+            tick=tick,
+        )
     )
     return {
         "schema_version": SCHEMA,

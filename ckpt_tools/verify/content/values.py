@@ -1,18 +1,33 @@
 """What values are like: NaNs and infinities, counted from raw bits of any element type; sums, extremes, changes.
 
-`verify --content`, `print-tensor --stats` and `stats` count here and nowhere else.
+`verify --content`, `print-tensor --stats` and `stats` count here and nowhere else. A long tensor is split in parts
+whose sums are joined in their order: the result does not depend on how many threads and processes there are. Memory
+is a tile a thread and a handful of numbers a part.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
+from math import prod
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from ckpt_tools.model.dtypes import CASTABLE
+from ckpt_tools.execute.move.read_box import BoxReader
+from ckpt_tools.execute.processes.team import Reads, Tick, results_of, start_jobs
+from ckpt_tools.formats.storage.files import Files
+from ckpt_tools.formats.storage.prefetch import Range
+from ckpt_tools.model.box import Box, full_box
+from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.dtypes import CASTABLE, itemsize
 from ckpt_tools.model.kernels.casts import Array, numpy_dtype, raw_dtype
 from ckpt_tools.model.kernels.kernel import MINIFLOATS, minifloat_values
+from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.plan.byte_runs import row_major_tiles
 from ckpt_tools.verify.compare.arrays import to_float64
 
 # Bits of the exponent and of the mantissa: a NaN has all of the first and some of the second, an infinity none.
@@ -230,9 +245,9 @@ class Change:
         self.a_squares = self.b_squares = self.product = self.moved_squares = 0.0
         self.largest = 0.0  # of |B - A|
 
-    def add(self, raw: tuple[Array, Array], dtypes: tuple[str, str]) -> None:
-        """Count two tiles of raw bits of the same elements."""
-        a, b = (np.ascontiguousarray(part).reshape(-1) for part in raw)
+    def add(self, a: Array, b: Array, *dtypes: str) -> None:
+        """Count two tiles of raw bits of the same elements, of these two types."""
+        a, b = (np.ascontiguousarray(part).reshape(-1) for part in (a, b))
         for first in range(0, len(a), _BLOCK):
             block = slice(first, first + _BLOCK)
             x, y = decoded(a[block], dtypes[0]), decoded(b[block], dtypes[1])
@@ -326,3 +341,113 @@ def decoded(raw: Array, dtype: str) -> Array:
     if dtype in CASTABLE:
         return to_float64(raw.view(raw_dtype(dtype)), dtype)
     return raw.view(numpy_dtype(dtype)).astype(np.float64)
+
+
+_TILE_ELEMS = 1 << 19  # about 40 MiB of temporary numbers a thread where two tensors differ
+_PART_ELEMS = 1 << 23
+_MOST_PARTS = 1 << 14  # about, of a tensor: metadata may say any shape; reading a part tells what is absent
+
+
+class Shaped(Protocol):
+    """Any description of a tensor."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class Part(NamedTuple):
+    """A box of a tensor, which is given by its number."""
+
+    number: int
+    box: Box
+
+    def tiles(self) -> Iterator[Box]:
+        """The box in pieces that are held in memory."""
+        return row_major_tiles(self.box, _TILE_ELEMS)
+
+
+def parts_of(tensors: Sequence[Shaped]) -> list[Part]:
+    """All of each tensor, in order; none of one without elements."""
+    return [
+        Part(number, box)
+        for number, tensor in enumerate(tensors)
+        for box in row_major_tiles(
+            full_box(tensor.shape), max(_PART_ELEMS, prod(tensor.shape) // _MOST_PARTS)
+        )
+        if not box.is_empty
+    ]
+
+
+def part_reads(*places: tuple[BoxReader, Sequence[object]]) -> Reads[Part] | None:
+    """What reading parts asks of stores, tile by tile in all `places`: readers, each with its tensors by number.
+
+    None where no store is read.
+    """
+    stores = [place for place in places if place[0].is_remote]
+    if not stores:
+        return None
+
+    def reads(part: Part) -> Iterator[Range]:
+        tensors = [(reader, those[part.number]) for reader, those in stores]
+        of_box = [reader.reads(tensor) for reader, tensor in tensors if isinstance(tensor, TargetTensor)]
+        return chain.from_iterable(of(tile) for tile in part.tiles() for of in of_box)
+
+    return reads
+
+
+def bytes_of(parts: Sequence[Part], *places: Sequence[Shaped]) -> list[int]:
+    """The bytes of each part, of its tensor in all `places` together."""
+    return [sum(part.box.volume * itemsize(place[part.number].dtype) for place in places) for part in parts]
+
+
+class Place(NamedTuple):
+    """Where tensors are read from."""
+
+    files: Files
+    catalog: Catalog
+
+
+AnySums = TypeVar("AnySums", Statistics, Change)
+
+
+def measured(
+    new: Callable[[], AnySums],
+    *sides: tuple[Place, Sequence[TargetTensor]],
+    threads: int = 2,
+    workers: int | None = None,
+    tick: Tick = lambda _: None,
+) -> list[AnySums]:
+    """The `Statistics` of each tensor of one side, or its `Change` from one to another; `new` makes empty ones.
+
+    Both tensors of a pair have one shape. `tick` gets the bytes read.
+    """
+    tensors = [side[1] for side in sides]
+    readers = list[BoxReader]()
+
+    def measure(part: Part, count: Tick) -> AnySums:
+        sums, of_part = new(), [side[part.number] for side in tensors]
+        reads = [reader.tensor(tensor) for reader, tensor in zip(readers, of_part, strict=True)]
+        add: Callable[..., None] = sums.add
+        for tile in part.tiles():
+            tiles = [read(tile) for read in reads]
+            add(*tiles, *(tensor.dtype for tensor in of_part))
+            count(sum(values.nbytes for values in tiles))
+        return sums
+
+    with ExitStack() as stack:
+        for place, _ in sides:
+            readers.append(BoxReader(place.files, place.catalog))
+            stack.callback(readers[-1].close)
+        parts = parts_of(tensors[0])
+        sizes, reads = bytes_of(parts, *tensors), part_reads(*zip(readers, tensors, strict=True))
+        started = start_jobs(
+            measure, parts, sizes=sizes, threads=threads, workers=workers, tick=tick, reads=reads
+        )
+        of_parts = results_of(started)
+    whole = [new() for _ in tensors[0]]
+    for part, sums in zip(parts, of_parts, strict=True):
+        whole[part.number].join(sums)
+    return whole

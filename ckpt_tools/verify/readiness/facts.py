@@ -6,14 +6,29 @@ large that no model has it. `checked_settings` names what is wrong once, and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from ckpt_tools.megatron.hybrid import is_hybrid
 from ckpt_tools.megatron.run_state.stored_values import COUNTED, MOST, counts
+from ckpt_tools.megatron.torch_dist.stacking import layer_counts
 from ckpt_tools.model.choices import CheckpointKind
 from ckpt_tools.verify.readiness.job import PROGRAMS, VERSIONS, Job
 from ckpt_tools.verify.report import ERROR, Check, Finding, Severity
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_LAYER = re.compile(r"^(?P<layer>.*\blayers\.\d+\.(?:\w+_layer\.)?)(?P<rest>.+)$")
+# Norms that Transformer Engine's projections have inside, and the modules of their own that stand for them elsewhere,
+# each next to the weight that it belongs to: MLA's input norm and that of experts are apart in every spec.
+_FUSED_NORM = re.compile(r"\.layer_norm_weight$")
+_NORM_APART = (
+    ("input_layernorm.weight", "self_attention.linear_qkv.weight"),
+    ("input_layernorm.weight", "self_attention.in_proj.weight"),
+    ("pre_mlp_layernorm.weight", "mlp.linear_fc1.weight"),
+    ("self_attention.kv_layernorm.weight", "self_attention.linear_kv_up_proj.weight"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +45,42 @@ class Stored:
     version_2: bool = False  # named for Megatron-FSDP v2, which has a wrapper less
 
 
+def stored_style(shapes: Mapping[str, tuple[int, ...]], is_fsdp: bool = False) -> Stored:
+    """What names and shapes of the weights tell about the model; how it is spelled only where it is spelled live."""
+    rows = next((shape[0] for name, shape in shapes.items() if name.endswith(EMBEDDING) and shape), None)
+    output = any(name.endswith(OUTPUT) for name in shapes) if rows is not None else None
+    mtp = next((n for block, n in layer_counts(shapes).items() if ".mtp." in f".{block}"), 0)
+    if not is_fsdp:
+        return Stored(shapes, rows, output, mtp_layers=mtp)
+    fc1 = [name for name in shapes if ".linear_fc1.weight" in name]
+    experts = [name for name in shapes if ".experts." in name]
+    return Stored(
+        shapes,
+        rows,
+        output,
+        gated=any(name.endswith(("_w", "_v")) for name in fc1) if fc1 else None,
+        sequential_experts=any(".local_experts." in name for name in experts) if experts else None,
+        local_norms=local_norms(shapes),
+        mtp_layers=mtp,
+    )
+
+
+def local_norms(names: Collection[str]) -> bool | None:
+    """Whether norms are modules of their own that Transformer Engine would fuse; None if unknown.
+
+    A module `input_layernorm` alone says nothing: before MLA's projections it is in every layer spec.
+    """
+    rests: dict[str, set[str]] = {}
+    for match in filter(None, map(_LAYER.match, names)):
+        rests.setdefault(match["layer"], set()).add(match["rest"].removesuffix("_w"))
+    fused = any(_FUSED_NORM.search(f".{rest}") for layer in rests.values() for rest in layer)
+    apart = any({norm, weight} <= layer for layer in rests.values() for norm, weight in _NORM_APART)
+    return apart if fused != apart and not is_hybrid(names) else None  # a HybridModel has one spec only
+
+
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The checkpoint (None: not told by it) and the job."""
+    """The checkpoint (None: unknown) and the job."""
 
     kind: CheckpointKind
     job: Job = field(default_factory=Job)

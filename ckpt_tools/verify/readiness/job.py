@@ -1,19 +1,218 @@
 """The settings of a training job that is about to start: from its command line, or from its YAML file.
 
 Names are those of Megatron's arguments. A Megatron-LM job is read as the parser of its version reads it, so that a
-setting which is not given has that version's default. Megatron-Bridge's settings have its names, without sections.
+setting which is not given has that version's default; `megatron_flags.json` is what those parsers said when they were
+asked (tests/verify/megatron_flags.py). Megatron-Bridge's settings have its names, without sections.
 """
 
 from __future__ import annotations
 
+import argparse
+import ast
+import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cache
+from importlib.resources import files
+from itertools import groupby
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import untrusted_documents as documents
+
+_NOT_IN_PATTERN = re.compile(r"[^,\d\[\]()+*]")  # arguments.py _eval_pattern: not even a space
+_LONGEST_PATTERN = 100_000  # layers
+
+MAX_WORDS = 2_000  # of a command line: four times the longest recipe of today
+
+
+class Flag(NamedTuple):
+    """One setting as a version's parser takes it; `kind` is store, true, false or bool (`--x` and `--no-x`)."""
+
+    options: tuple[str, ...]
+    name: str
+    kind: Literal["store", "true", "false", "bool"]
+    type: str
+    nargs: str | int | None
+    default: Any
+    choices: tuple[Any, ...] | None
+
+
+class Parsed(NamedTuple):
+    """What a parser took from a command line, and what it refuses about it."""
+
+    given: dict[str, Any]
+    unknown: tuple[str, ...]  # words that no flag of this version takes
+    refused: str | None
+
+
+@cache
+def flags_of(version: str) -> tuple[Flag, ...]:
+    """Every flag of a version, in the order of their spelling."""
+    table = _table()
+    number = table["versions"].index(version)
+    return tuple(
+        Flag(tuple(options), name, kind, type_, nargs, default, None if choices is None else tuple(choices))
+        for versions, options, name, kind, type_, nargs, default, choices in table["flags"]
+        if number in versions
+    )
+
+
+@cache
+def flags_named(version: str) -> dict[str, tuple[Flag, ...]]:
+    """The flags of each setting."""
+    named: dict[str, tuple[Flag, ...]] = {}
+    for flag in flags_of(version):
+        named[flag.name] = (*named.get(flag.name, ()), flag)
+    return named
+
+
+def versions_with(option: str) -> tuple[str, ...]:
+    """The versions whose parser knows a flag."""
+    return tuple(version for version in _table()["versions"] if is_flag(option, version))
+
+
+def is_flag(option: str, version: str) -> bool:
+    """Whether a version's parser knows a flag."""
+    return option in _options(version)
+
+
+@cache
+def _options(version: str) -> frozenset[str]:
+    return frozenset(option for flag in flags_of(version) for option in flag.options)
+
+
+@cache
+def defaults_of(version: str) -> dict[str, Any]:
+    """What every setting is when nothing is given."""
+    return {flag.name: flag.default for flag in reversed(flags_of(version))}
+
+
+def parse_flags(words: Sequence[str], version: str) -> Parsed:
+    """The settings that a command line gives, by Megatron's names; abbreviations are unknown, as there."""
+    if len(words) > MAX_WORDS:  # argparse looks at all flags again for every word
+        return Parsed({}, (), f"{len(words):,} words; at most {MAX_WORDS:,} are looked at")
+    try:
+        given, unknown = _parser(version).parse_known_args(list(words))
+    except _RefusedError as error:
+        return Parsed({}, (), str(error))
+    return Parsed(vars(given), tuple(unknown), None)
+
+
+def flag_words(name: str, value: Any, version: str, always: bool = False) -> list[str] | None:
+    """The words that set `name` to `value`, None when no flag of the version can; none for the default, unless
+    `always`."""
+    flags = flags_named(version).get(name, ())
+    if flags and value == defaults_of(version)[name] and not always:
+        return []
+    return next((words for flag in flags if (words := _words(flag, value)) is not None), None)
+
+
+def _words(flag: Flag, value: Any) -> list[str] | None:
+    if flag.kind == "store":
+        items = list(value) if flag.nargs is not None and isinstance(value, list | tuple) else [value]
+        known = flag.choices is None or all(item in flag.choices for item in items)
+        if not items or not known or any(item is None or isinstance(item, bool) for item in items):
+            return None
+        return [flag.options[0], *(_runs(item) if flag.type == "pattern" else str(item) for item in items)]
+    if not isinstance(value, bool):
+        return None
+    if flag.kind == "bool":
+        return [next(o for o in flag.options if o.startswith("--no-") != value)]
+    return [flag.options[0]] if value == (flag.kind == "true") else None
+
+
+def _runs(value: Any) -> str:
+    """A pattern as short as it can be said: `[0]*3+[1]*58`."""
+    if not isinstance(value, list):
+        return str(value)
+    return "+".join(f"[{item}]*{len(list(group))}" for item, group in groupby(value))
+
+
+@cache
+def _table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(
+        (files("ckpt_tools.verify.readiness") / "megatron_flags.json").read_bytes()
+    )
+    return table
+
+
+class _RefusedError(Exception):
+    pass
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _RefusedError(message)
+
+
+@cache
+def _parser(version: str) -> _Parser:
+    parser = _Parser(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
+    for flag in flags_of(version):
+        if flag.kind == "store":
+            parser.add_argument(
+                *flag.options, dest=flag.name, nargs=flag.nargs, choices=flag.choices, type=_TYPES[flag.type]
+            )
+            continue
+        for options, value in _switches(flag):
+            parser.add_argument(*options, dest=flag.name, action="store_const", const=value)
+    return parser
+
+
+def _switches(flag: Flag) -> list[tuple[list[str], bool]]:
+    if flag.kind != "bool":
+        return [(list(flag.options), flag.kind == "true")]
+    off = [option for option in flag.options if option.startswith("--no-")]
+    return [([option for option in flag.options if option not in off], True), (off, False)]
+
+
+def pattern(text: str) -> int | list[int]:
+    """A frequency: a number, or a list that is built from lists with + and * as Python would."""
+    if "[" not in text:
+        return int(text)
+    if _NOT_IN_PATTERN.search(text):
+        raise ValueError("only digits, commas, brackets, + and * make a pattern")
+    try:
+        built = _built(ast.parse(text, mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"not a list of numbers ({error})") from None
+    if not isinstance(built, list):
+        raise ValueError("not a list of numbers")
+    return built
+
+
+def _built(node: ast.expr) -> int | list[int]:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        return [item for item in map(_built, node.elts) if isinstance(item, int)]
+    if isinstance(node, ast.BinOp):
+        left, right = _built(node.left), _built(node.right)
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+        if isinstance(node.op, ast.Mult) and isinstance(left, list) != isinstance(right, list):
+            items, times = (left, right) if isinstance(left, list) else (right, left)
+            if isinstance(items, list) and isinstance(times, int) and len(items) * times <= _LONGEST_PATTERN:
+                return items * times
+    raise ValueError("not a list of numbers built with + and *")
+
+
+def _tuple(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.strip("()").split(","))
+
+
+_TYPES: dict[str, Callable[[str], Any]] = {
+    "str": str,
+    "int": int,
+    "float": float,
+    "bool": bool,  # argparse's own trap: every word but the empty one is true
+    "tuple": _tuple,
+    "pattern": pattern,
+}
+
 
 BRIDGE, MAIN = "bridge", "main"
 VERSIONS = ("core-0.16", "core-0.17", "core-0.19", MAIN)  # of Megatron-LM, oldest first
@@ -62,7 +261,7 @@ class Job:
     script: str | None = None
     unknown: tuple[str, ...] = ()
     refused: str | None = None
-    world: int | None = None  # GPUs that its launcher starts; None: not told by the command
+    world: int | None = None  # GPUs that its launcher starts; None: unknown
 
     def __bool__(self) -> bool:
         return bool(self.given or self.unknown or self.refused)
@@ -130,8 +329,6 @@ def _world(words: Sequence[str]) -> int | None:
 
 def _script_at(words: Sequence[str], program: str) -> int | None:
     """Where the training program stands: the last script before the first flag, for a value may end in `.py` too."""
-    from ckpt_tools.verify.readiness.megatron_args import is_flag
-
     flags = (
         i for i, word in enumerate(words) if program != BRIDGE and is_flag(word.partition("=")[0], program)
     )
@@ -166,7 +363,7 @@ def parse_yaml(text: bytes | str, name: str = "the YAML file", program: str = MA
     sections = sum(isinstance(document.get(s), Mapping) for s in _SECTIONS)
     if program == BRIDGE or (sections > 1 and isinstance(document.get("model"), Mapping)):
         return _bridge_job(given, environment, None)
-    return Job({**_defaults(program), **given}, environment, program, frozenset(given))
+    return Job({**defaults_of(program), **given}, environment, program, frozenset(given))
 
 
 def merge(first: Job, second: Job) -> Job:
@@ -199,23 +396,9 @@ def _leading_assignments(words: list[str]) -> list[str]:
 
 
 def _flags_job(words: Sequence[str], program: str) -> Job:
-    from ckpt_tools.verify.readiness.megatron_args import parse_flags
-
-    parsed = parse_flags(words, program)
-    settings = {**_defaults(program), **parsed.given}
-    return Job(
-        settings,
-        program=program,
-        given=frozenset(parsed.given),
-        unknown=parsed.unknown,
-        refused=parsed.refused,
-    )
-
-
-def _defaults(program: str) -> Mapping[str, Any]:
-    from ckpt_tools.verify.readiness.megatron_args import defaults_of
-
-    return defaults_of(program)
+    given, unknown, refused = parse_flags(words, program)
+    settings = {**defaults_of(program), **given}
+    return Job(settings, program=program, given=frozenset(given), unknown=unknown, refused=refused)
 
 
 def _bridge_job(given: Mapping[str, Any], environment: Mapping[str, str], script: str | None) -> Job:

@@ -264,6 +264,20 @@ def family_of(variant: str) -> str:
     return STEMS[CONFIGS[variant][0].removesuffix("Config").removesuffix("Text").lower()]
 
 
+# Fields that no argument of Megatron-LM says.
+TOLD_BY_CONFIG = {
+    "gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3": {"rope_local_base_freq": 10000.0},
+}
+
+
+def config_of(variant: str) -> dict[str, Any]:
+    """config.json of a variant, as far as it says anything."""
+    family = FAMILIES[family_of(variant)]
+    kind = family.model_type or family.name
+    return {**CONFIGS[variant][1], "model_type": kind, **TOLD_BY_CONFIG.get(variant, {})}
+
+
 def installed() -> dict[str, tuple[str, dict[str, Any]]]:
     """The variants whose class the installed transformers has."""
     import transformers

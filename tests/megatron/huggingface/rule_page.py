@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ckpt_tools.megatron.huggingface.config.codecs import DEFAULTS, FORMS
-from ckpt_tools.megatron.huggingface.families import rulefile
+from ckpt_tools.megatron.huggingface.families import families
 from ckpt_tools.megatron.huggingface.families.file_places import first_line
 from ckpt_tools.megatron.huggingface.families.rule_items import pieces
 from ckpt_tools.megatron.huggingface.mapping.layouts import JOINED, LAYOUTS
@@ -35,7 +35,7 @@ that one, name the piece after those that have `rope_theta`: `fields: [dense, ro
 
 def page() -> str:
     """The page, as it is to be."""
-    keys, _, rest = (rulefile.__doc__ or "").partition("\n\nfamily: ")[2].partition("\n\nWhat a known family")
+    keys, _, rest = (families.__doc__ or "").partition("\n\nfamily: ")[2].partition("\n\nWhat a known family")
     sections = [
         HEAD.format(keys=f"family: {keys}", rest=f"What a known family{rest}".strip()),
         table("Forms of fields", "form", "what config.json has", {name: one.says for name, one in FORMS.items()}),

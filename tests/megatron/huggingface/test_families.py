@@ -17,8 +17,7 @@ import pytest
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.megatron.huggingface.config.codecs import REQUIRED
 from ckpt_tools.megatron.huggingface.config.config import in_v4_form, read_config
-from ckpt_tools.megatron.huggingface.families.families import FAMILIES, Families
-from ckpt_tools.megatron.huggingface.families.rulefile import load_rule_file
+from ckpt_tools.megatron.huggingface.families.families import FAMILIES, Families, load_rule_file
 from ckpt_tools.megatron.huggingface.mapping.checks import Spec
 from ckpt_tools.megatron.huggingface.mapping.targets import Exported, Imported, export_targets, import_targets
 from tests.conftest import REPO
@@ -35,7 +34,7 @@ from tests.megatron.huggingface.models import (
     logits,
     make_model,
 )
-from tests.megatron.huggingface.test_rulefile import NESTED_LLAMA
+from tests.megatron.huggingface.test_rule_files import NESTED_LLAMA
 from tests.verify.test_hf_folder import check_names
 
 transformers = pytest.importorskip("transformers", reason="the optional peer transformers is not installed")

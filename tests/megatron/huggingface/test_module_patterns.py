@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.errors import MappingError
-from ckpt_tools.megatron.huggingface.quantization.module_patterns import modules_left_alone, targets_ignored
+from ckpt_tools.megatron.huggingface.quantization.quantized import modules_left_alone, targets_ignored
 
 NAMES = st.lists(
     st.sampled_from(["model", "layers", "1", "11", "mlp", "gate", "gate_proj"]), min_size=1, max_size=4

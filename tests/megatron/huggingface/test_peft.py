@@ -86,39 +86,35 @@ def added(weight: Any, matrices: dict[str, Any], module: str, scale: float) -> A
     return (torch.from_numpy(weight).double() + scale * (b @ a)).to(torch.float32).numpy()
 
 
-def test_a_weight_is_merged_and_all_else_is_as_it_was(tmp_path: Path) -> None:
-    before, matrices = model(tmp_path / "hf"), pair(Q, 16, 12)
-    report = merge(tmp_path / "hf", peft(tmp_path / "peft", matrices), tmp_path / "out")
+EXPERT = "model.layers.1.mlp.experts.2.up_proj"
+OF_EXPERTS = {"rank_pattern": {"up_proj": 3}, "alpha_pattern": {EXPERT: 9}}
+
+
+@pytest.mark.parametrize(
+    ("base", "matrices", "settings", "scales", "to"),
+    [(LLAMA, pair(Q, 16, 12), {}, {Q: 1.5}, "torch_dist"),
+     (LLAMA, pair(Q, 16, 12, rank=4), {"use_rslora": True, "r": 4}, {Q: 1.5}, "torch_dist"),
+     *((QWEN3_MOE, pair(Q, 16, 12) | pair(EXPERT, 6, 12, rank=3), OF_EXPERTS, {Q: 1.5, EXPERT: 3.0}, to)
+       for to in ("torch_dist", "fsdp_dtensor"))],
+    ids=["plain", "rslora", "experts", "experts of FSDP"],
+)  # fmt: skip
+def test_weights_are_merged_and_all_else_is_as_it_was(
+    base: dict[str, Any], matrices: Arrays, settings: dict[str, Any], scales: dict[str, float], to: MegatronFormat,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    before = model(tmp_path / "hf", base)
+    place = peft(tmp_path / "peft", dict(matrices), settings)
+    options = ImportOptions(to=to, adapter=place, fsdp=TargetOptions(fresh_optimizer=False))
+    report = import_hf(str(tmp_path / "hf"), str(tmp_path / "run"), options)
+    export_hf(str(tmp_path / "run"), str(tmp_path / "out"))
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert after.keys() == before.keys()
     for key, value in before.items():
-        expected = added(value, matrices, Q, 1.5) if key == f"{Q}.weight" else value
+        module = key.removesuffix(".weight")
+        scale = scales.get(module)
+        expected = added(value, dict(matrices), module, scale) if scale else value
         assert after[key].tobytes() == expected.tobytes(), key
-    assert "an adapter was added to 1 tensors, in float64 and rounded once" in report.notes
-
-
-@pytest.mark.parametrize("to", ["torch_dist", "fsdp_dtensor"])
-def test_an_import_merges_by_the_rules_of_its_family(to: MegatronFormat, tmp_path: Path) -> None:
-    before = model(tmp_path / "hf", QWEN3_MOE)
-    expert = "model.layers.1.mlp.experts.2.up_proj"
-    matrices = pair(Q, 16, 12) | pair(expert, 6, 12, rank=3)
-    place = peft(tmp_path / "peft", matrices, {"rank_pattern": {"up_proj": 3}, "alpha_pattern": {expert: 9}})
-    options = ImportOptions(to=to, adapter=place, fsdp=TargetOptions(fresh_optimizer=False))
-    import_hf(str(tmp_path / "hf"), str(tmp_path / "run"), options)
-    export_hf(str(tmp_path / "run"), str(tmp_path / "out"))
-    after = load_file(tmp_path / "out" / "model.safetensors")
-    for key, value in before.items():
-        scale = {f"{Q}.weight": 1.5, f"{expert}.weight": 3.0}.get(key)
-        expected = added(value, matrices, key.removesuffix(".weight"), scale) if scale else value
-        assert after[key].tobytes() == expected.tobytes(), key
-
-
-def test_rslora_is_scaled_by_the_root_of_its_rank(tmp_path: Path) -> None:
-    before, matrices = model(tmp_path / "hf"), pair(Q, 16, 12, rank=4)
-    place = peft(tmp_path / "peft", matrices, {"use_rslora": True, "r": 4})
-    merge(tmp_path / "hf", place, tmp_path / "out")
-    found = load_file(tmp_path / "out" / "model.safetensors")[f"{Q}.weight"]
-    assert found.tobytes() == added(before[f"{Q}.weight"], matrices, Q, 1.5).tobytes()
+    assert f"an adapter was added to {len(scales)} tensors, in float64 and rounded once" in report.notes
 
 
 @pytest.mark.parametrize("fan_in_fan_out", [True, False])
@@ -153,7 +149,8 @@ def test_an_embedding_and_weights_held_whole(tmp_path: Path) -> None:
         f"{embed}.base_layer.weight": base,
         "lm_head.weight": head,
     }
-    report = merge(tmp_path / "hf", peft(tmp_path / "peft", tensors), tmp_path / "out")
+    saved = {"modules_to_save": ["lm_head"]}
+    report = merge(tmp_path / "hf", peft(tmp_path / "peft", tensors, saved), tmp_path / "out")
     after = load_file(tmp_path / "out" / "model.safetensors")
     product = (torch.from_numpy(b).double() @ torch.from_numpy(a).double()).T
     expected = (torch.from_numpy(base).double() + 1.5 * product).float().numpy()
@@ -195,6 +192,10 @@ def refused(error: type[CkptError], tensors: dict[str, Any], tmp_path: Path, con
     return str(caught.value)
 
 
+def both_sides(a: Any, b: Any) -> dict[str, Any]:
+    return {f"{Q}.lora_A.weight": a, f"{Q}.lora_B.weight": b}
+
+
 MISFITS: dict[str, tuple[type[CkptError], dict[str, Any], str]] = {
     "no such module": (MappingError, pair("model.layers.9.self_attn.q_proj", 16, 12), "q_proj.weight: the base"),
     "rows": (MappingError, pair(Q, 15, 12), "cannot be added to a weight of shape (16, 12)"),
@@ -204,21 +205,11 @@ MISFITS: dict[str, tuple[type[CkptError], dict[str, Any], str]] = {
     "nothing": (MappingError, {}, "it holds no tensors"),
     "bias of B": (UnsupportedCheckpointError, pair(Q, 16, 12) | {f"{Q}.lora_B.bias": numbers(0, 16)}, "lora_B.bias"),
     "DoRA": (UnsupportedCheckpointError, {f"{Q}.lora_magnitude_vector": numbers(0, 16)}, "lora_magnitude_vector"),
-    "a convolution": (
-        MappingError,
-        {f"{Q}.lora_A.weight": numbers(0, 2, 12, 1), f"{Q}.lora_B.weight": numbers(0, 16, 2, 1)},
-        "A and B are matrices",
-    ),
-    "single numbers": (
-        MappingError,
-        {f"{Q}.lora_A.weight": np.ones((), np.float32), f"{Q}.lora_B.weight": np.ones((), np.float32)},
-        "A and B are matrices",
-    ),
-    "integers": (
-        MappingError,
-        {f"{Q}.lora_A.weight": np.ones((2, 12), np.int8), f"{Q}.lora_B.weight": np.ones((16, 2), np.int8)},
-        "not plain floating-point numbers",
-    ),
+    "a convolution": (MappingError, both_sides(numbers(0, 2, 12, 1), numbers(0, 16, 2, 1)), "A and B are matrices"),
+    "single numbers": (MappingError, both_sides(np.ones((), np.float32), np.ones((), np.float32)),
+                       "A and B are matrices"),
+    "integers": (MappingError, both_sides(np.ones((2, 12), np.int8), np.ones((16, 2), np.int8)),
+                 "not plain floating-point numbers"),
     "whole, of another shape": (MappingError, {"lm_head.weight": numbers(0, 12, 12)}, "(12, 12) in the adapter"),
     "whole, unknown": (MappingError, {"score.weight": numbers(0, 2, 12)}, "score.weight: the base has no such"),
 }  # fmt: skip
@@ -233,6 +224,14 @@ def test_what_does_not_fit_is_named(name: str, tmp_path: Path) -> None:
 def test_every_misfit_is_named_at_once(tmp_path: Path) -> None:
     text = refused(MappingError, pair(Q, 15, 12) | pair("a.b", 2, 2) | {"c.weight": numbers(0, 2)}, tmp_path)
     assert text.count("\n  - ") == 3
+
+
+def test_square_weights_of_a_mixed_model_are_refused(tmp_path: Path) -> None:
+    """q_proj says (out, in), gate_proj (in, out): nobody knows for the square one."""
+    square = {**LLAMA, "num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 12}
+    tensors = pair("model.layers.0.self_attn.k_proj", 4, 12) | pair("model.layers.0.mlp.gate_proj", 12, 10)
+    text = refused(MappingError, tensors | pair(Q, 12, 12), tmp_path, base=square)
+    assert "others (out, in), and this one is square" in text
 
 
 TIED = {  # a base that ties, by config.json or by its class; its embedding
@@ -257,9 +256,12 @@ def of_both(embedding: str, changed: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("base", TIED)
-@pytest.mark.parametrize("tie", [False, True])
-@pytest.mark.parametrize("changed", ["EH=", "EH", "E", "H", "e", "h", "eh", "Eh"])
+@pytest.mark.parametrize(
+    ("base", "changed", "tie"),
+    [*(("config.json", changed, tie) for changed in ("EH=", "EH", "E", "H", "e", "h", "eh", "Eh")
+       for tie in (False, True)),
+     *((base, changed, True) for base in ("class", "GPT-2") for changed in ("E", "e"))],
+)  # fmt: skip
 def test_embedding_and_head_of_a_tied_model_stay_one_weight(
     changed: str, tie: bool, base: str, tmp_path: Path
 ) -> None:
@@ -300,48 +302,48 @@ def test_adapters_that_users_trained_on_tied_models(
     assert message in str(caught.value)
 
 
-def test_square_weights_of_a_mixed_model_are_refused(tmp_path: Path) -> None:
-    """q_proj says (out, in), gate_proj (in, out): nobody knows for the square one."""
-    square = {**LLAMA, "num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 12}
-    tensors = pair("model.layers.0.self_attn.k_proj", 4, 12) | pair("model.layers.0.mlp.gate_proj", 12, 10)
-    tensors |= pair(Q, 12, 12)
-    assert "others (out, in), and this one is square" in refused(MappingError, tensors, tmp_path, base=square)
+OTHER_METHODS: list[tuple[dict[str, Any], str]] = [
+    ({"peft_type": "IA3"}, "peft_type is 'IA3'; LORA is merged"),
+    ({"use_dora": True}, "use_dora is True: DoRA scales every row"),
+    ({"lora_bias": True}, "lora_bias is True: B has a bias"),
+    ({"use_qalora": True}, "use_qalora"),
+    ({"layer_replication": [[0, 2]]}, "other layers than its base"),
+    ({"trainable_token_indices": [1]}, "single rows of the embedding"),
+    ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "experts as one tensor"),
+    ({"alora_invocation_tokens": [3]}, "nothing can be merged"),
+    ({"init_lora_weights": "pissa_niter_4"}, "belongs to a changed base"),
+    ({"init_lora_weights": "OLoRA"}, "belongs to a changed base"),
+    ({"kasa_config": {"beta": 1}}, "kasa_config is {'beta': 1}: not known"),
+    ({"rank_pattern": {"(q|k)+_proj": 4}}, "patterns that are not looked up here"),
+    ({"alpha_pattern": {".*.*.*.*x": 4}}, "patterns that are not looked up here"),
+]
+NO_OBJECTS: tuple[Any, ...] = ([], 3, None, "LORA")
+WRONG_KINDS: list[tuple[dict[str, Any], str]] = [
+    *(({"r": rank}, f"r is {rank}; a whole number above 0 is expected") for rank in (0, 4.0, True, None)),
+    *(({"lora_alpha": alpha}, f"lora_alpha is {alpha!r}; a number is expected")
+      for alpha in (None, "8", float("nan"), True)),
+    ({"rank_pattern": [1]}, "numbers by module names are expected"),
+    ({"alpha_pattern": {"q_proj": "8"}}, "numbers by module names are expected"),
+    ({"target_modules": 5}, "target_modules is 5; a list of names or a pattern is expected"),
+    ({"exclude_modules": [""]}, "exclude_modules is ['']; a list of names or a pattern is expected"),
+    ({"layers_to_transform": ["1"]}, "layers_to_transform is ['1']; layer numbers are expected"),
+    ({"modules_to_save": "lm_head"}, "modules_to_save is 'lm_head'; a list of names is expected"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"peft_type": "IA3"}, "peft_type is 'IA3'; LORA is merged"),
-        ({"use_dora": True}, "use_dora is True: DoRA scales every row"),
-        ({"lora_bias": True}, "lora_bias is True: B has a bias"),
-        ({"use_qalora": True}, "use_qalora"),
-        ({"layer_replication": [[0, 2]]}, "other layers than its base"),
-        ({"trainable_token_indices": [1]}, "single rows of the embedding"),
-        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "experts as one tensor"),
-        ({"alora_invocation_tokens": [3]}, "nothing can be merged"),
-        ({"init_lora_weights": "pissa_niter_4"}, "belongs to a changed base"),
-        ({"init_lora_weights": "OLoRA"}, "belongs to a changed base"),
-        ({"kasa_config": {"beta": 1}}, "kasa_config is {'beta': 1}: not known"),
-        ({"rank_pattern": {"(q|k)+_proj": 4}}, "patterns that are not looked up here"),
-        ({"alpha_pattern": {".*.*.*.*x": 4}}, "patterns that are not looked up here"),
-    ],
-)
-def test_other_methods_are_refused_by_name(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(UnsupportedCheckpointError) as caught:
-        read_peft_settings({**CONFIG, **config})
+    ("error", "config", "message"),
+    [*((UnsupportedCheckpointError, {**CONFIG, **one}, said) for one, said in OTHER_METHODS),
+     *((MappingError, {**CONFIG, **one}, said) for one, said in WRONG_KINDS),
+     *((UnsupportedCheckpointError, one, "adapter_config.json is not an object") for one in NO_OBJECTS)],
+)  # fmt: skip
+def test_settings_that_are_not_merged(error: type[CkptError], config: Any, message: str) -> None:
+    with pytest.raises(error) as caught:
+        read_peft_settings(config)
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "config", [{"r": None}, {"r": 0}, {"r": 2.5}, {"lora_alpha": "8"}, {"lora_alpha": float("nan")},
-               {"lora_alpha": True}, {"rank_pattern": [1]}, {"alpha_pattern": {"q_proj": "8"}}],
-)  # fmt: skip
-def test_what_should_be_numbers_and_is_not_is_refused(config: dict[str, Any]) -> None:
-    with pytest.raises(MappingError):
-        read_peft_settings({**CONFIG, **config})
-
-
-def test_settings_without_a_part_in_what_is_added_are_passed_over() -> None:
+def test_settings_without_a_part_in_what_is_added_are_skipped() -> None:
     settings = read_peft_settings({
         **CONFIG, "task_type": "CAUSAL_LM", "lora_dropout": 0.1, "target_modules": ["q_proj"], "bias": "all",
         "modules_to_save": ["lm_head"], "init_lora_weights": "gaussian", "megatron_core": "megatron.core",
@@ -364,31 +366,6 @@ def test_patterns_are_looked_up_as_peft_does(pattern: str, fits: bool | None) ->
             read_peft_settings(config)
     else:
         assert read_peft_settings(config).scale(Q, 2) == (4.0 if fits else 1.5)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"r": 0}, "r is 0; a whole number above 0 is expected"),
-        ({"r": 4.0}, "r is 4.0; a whole number above 0 is expected"),
-        ({"r": True}, "r is True; a whole number above 0 is expected"),
-        ({"lora_alpha": None}, "lora_alpha is None; a number is expected"),
-        ({"target_modules": 5}, "target_modules is 5; a list of names or a pattern is expected"),
-        ({"exclude_modules": [""]}, "exclude_modules is ['']; a list of names or a pattern is expected"),
-        ({"layers_to_transform": ["1"]}, "layers_to_transform is ['1']; layer numbers are expected"),
-        ({"modules_to_save": "lm_head"}, "modules_to_save is 'lm_head'; a list of names is expected"),
-    ],
-)
-def test_a_field_of_another_kind_is_named(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(MappingError) as caught:
-        read_peft_settings({**CONFIG, **config})
-    assert str(caught.value) == f"adapter_config.json: {message}"
-
-
-@pytest.mark.parametrize("config", [[], 3, None, "LORA"])
-def test_a_configuration_is_an_object(config: object) -> None:
-    with pytest.raises(UnsupportedCheckpointError, match=r"adapter_config\.json is not an object"):
-        read_peft_settings(config)
 
 
 ELSEWHERE = [
@@ -444,17 +421,6 @@ def test_an_adapter_of_the_places_that_are_named_is_merged(
     assert after[f"{Q}.weight"].tobytes() == expected.tobytes()
     found = [note for note in report.notes if "target_modules" in note or "exclude_modules" in note]
     assert len(found) == len(notes) and all(part in note for part, note in zip(notes, found, strict=True))
-
-
-def test_modules_to_save_are_those_that_are_held_whole(tmp_path: Path) -> None:
-    model(tmp_path / "hf")
-    tensors = pair(Q, 16, 12) | {"lm_head.weight": numbers(4, 11, 12)}
-    place = peft(
-        tmp_path / "peft", tensors, {"modules_to_save": ["lm_head"], "target_modules": [Q, "lm_head"]}
-    )
-    merge(tmp_path / "hf", place, tmp_path / "out")
-    after = load_file(tmp_path / "out" / "model.safetensors")
-    assert after["lm_head.weight"].tobytes() == tensors["lm_head.weight"].tobytes()
 
 
 @pytest.mark.parametrize("side", "AB")
@@ -560,23 +526,16 @@ def test_modules_are_named_whole_where_their_last_name_means_others(exported: st
     made.rank = 5
     made.add("decoder.layers.0.mlp.linear_fc1.adapter.adapter_up", (), 64, 32)
     made.rank = 3
-    config = export_mixed(made, exported, tmp_path)
-    assert config["target_modules"] == [
-        "down_proj",
-        "model.layers.0.mlp.up_proj",
-        "model.layers.1.self_attn.o_proj",
-    ]
+    place = made.save(tmp_path / "adapter")
+    settings = (
+        (place / "run_config.yaml").read_text().replace("  dim: 3\n", "")
+    )  # ranks differ: none is named
+    (place / "run_config.yaml").write_text(settings)
+    export_hf(str(place), str(tmp_path / "peft"), ExportOptions(peft=True, hf_config=exported))
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    named = ["down_proj", "model.layers.0.mlp.up_proj", "model.layers.1.self_attn.o_proj"]
+    assert config["target_modules"] == named
     assert config["rank_pattern"] == {"model.layers.0.mlp.up_proj": 5}
-
-
-def export_mixed(made: AdapterFolder, base: str, tmp_path: Path) -> dict[str, Any]:
-    """Ranks differ, so the configuration names none."""
-    adapter = made.save(tmp_path / "adapter")
-    config = adapter / "run_config.yaml"
-    config.write_text(config.read_text().replace("  dim: 3\n", ""))
-    export_hf(str(adapter), str(tmp_path / "peft"), ExportOptions(peft=True, hf_config=base))
-    found: dict[str, Any] = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
-    return found
 
 
 def test_exports_that_cannot_be_are_refused(exported: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_tools.errors import CkptError, UnsupportedCheckpointError
+from ckpt_tools.errors import UnsupportedCheckpointError
 from ckpt_tools.megatron.huggingface.config.config import read_config
 from ckpt_tools.megatron.huggingface.families.identify import family_of_config
 from ckpt_tools.megatron.huggingface.mapping.checks import Spec
@@ -21,10 +21,13 @@ from tests.megatron.huggingface.by_rules import (
     QWEN3_MOE,
     assert_same,
     directory,
+    exported,
     imported,
     problems,
 )
 from tests.megatron.huggingface.materialise import materialise, specs
+from tests.megatron.huggingface.models import config_of
+from tests.megatron.huggingface.released import GLM
 
 
 def test_every_problem_of_an_export_is_named() -> None:
@@ -100,31 +103,25 @@ def test_vocabulary_is_padded_with_zeros_and_cut_again() -> None:
     assert "fewer than" in problems(lambda: export_targets(specs(megatron), args, vocab_size=17))
 
 
-@pytest.mark.parametrize(("centred", "offset"), [(False, -1.0), (True, 0.0)])
-def test_gemma_norms_are_offset_by_the_convention(centred: bool, offset: float) -> None:
+@pytest.mark.parametrize(
+    ("kind", "centred", "offset"), [("gemma", False, -1.0), ("gemma", True, 0), ("llama", True, 1.0)]
+)
+def test_norms_are_offset_by_the_convention(kind: str, centred: bool, offset: float) -> None:
     """Gemma computes 1 + w. Megatron stores w with zero-centred gamma, 1 + w without."""
-    config = {**LLAMA, "model_type": "gemma", "tie_word_embeddings": True}
+    config = {**LLAMA, "model_type": kind}
     tensors = directory(config)
     found, megatron = imported(config, tensors)
     args = {**found.args, "layernorm_zero_centered_gamma": centred, "apply_layernorm_1p": centred}
     stored = {key: array - np.float32(offset) if "norm" in key else array for key, array in megatron.items()}
-    exported = export_targets(specs(stored), args)
-    norms = {t.key for t in exported.tensors if "norm" in t.key} if offset else set()
-    assert exported.offsets == dict.fromkeys(norms, offset)
-    again = materialise(exported.tensors, stored, offsets=exported.offsets)
+    made, again = exported(stored, args)
+    assert made.offsets == dict.fromkeys([key for key in again if "norm" in key and offset], offset)
     for key, array in tensors.items():
         np.testing.assert_allclose(again[key], array, atol=2e-7)  # x + 1 - 1 is not the identity in float32
 
 
-def test_zero_centred_llama_norms_get_one_added() -> None:
-    found, megatron = imported(LLAMA, directory(LLAMA))
-    exported = export_targets(specs(megatron), {**found.args, "layernorm_zero_centered_gamma": True})
-    assert set(exported.offsets.values()) == {1.0}
-    assert exported.offsets.keys() == {t.key for t in exported.tensors if "norm" in t.key}
-
-
 def test_local_layer_spec_names_are_accepted() -> None:
-    found, megatron = imported(QWEN3_MOE, directory(QWEN3_MOE))
+    tensors = directory(QWEN3_MOE)
+    found, megatron = imported(QWEN3_MOE, tensors)
     renamed = {
         key.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight").replace(
             "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"
@@ -132,115 +129,83 @@ def test_local_layer_spec_names_are_accepted() -> None:
         for key, array in megatron.items()
     }
     assert renamed.keys() != megatron.keys()
-    exported = export_targets(specs(renamed), found.args)
-    for key, array in materialise(exported.tensors, renamed).items():
-        assert array.tobytes() == directory(QWEN3_MOE)[key].tobytes()
+    assert_same(exported(renamed, found.args)[1], tensors)
 
 
-def test_tied_head_is_not_written_and_a_stored_one_is_to_be_proven_equal() -> None:
-    config = {**LLAMA, "tie_word_embeddings": True}
-    tensors = dict(directory(config))
-    assert "lm_head.weight" not in tensors
-    found, megatron = imported(config, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]})
-    assert found.equal == (("model.embed_tokens.weight", "lm_head.weight"),)
-    assert "output_layer.weight" not in megatron
+@pytest.mark.parametrize(
+    ("config", "embedding", "head"),
+    [({**LLAMA, "tie_word_embeddings": True}, "model.embed_tokens.weight", "lm_head.weight"),
+     (config_of("gpt_neox_tanh"), "gpt_neox.embed_in.weight", "embed_out.weight")],
+)  # fmt: skip
+def test_tied_head_is_not_written_and_a_stored_one_is_to_be_proven_equal(
+    config: dict[str, Any], embedding: str, head: str
+) -> None:
+    tensors = directory(config)
+    assert head not in tensors and head in directory({**config, "tie_word_embeddings": False})
+    found, megatron = imported(config, {**tensors, head: tensors[embedding]})
+    assert found.equal == ((embedding, head),) and "output_layer.weight" not in megatron
     stored = {**megatron, "output_layer.weight": megatron["embedding.word_embeddings.weight"]}
-    exported = export_targets(specs(stored), found.args)
-    assert exported.equal == (("embedding.word_embeddings.weight", "output_layer.weight"),)
-    assert "lm_head.weight" not in {target.key for target in exported.tensors}
-    assert exported.config["tie_word_embeddings"] is True
+    made = export_targets(specs(stored), found.args, config)
+    assert made.equal == (("embedding.word_embeddings.weight", "output_layer.weight"),)
+    assert {one.key for one in made.tensors} == tensors.keys() and made.config["tie_word_embeddings"] is True
 
 
-def test_prediction_layers_of_deepseek() -> None:
-    """MTP layer i is layer L + i; the release repeats embedding and head there, Megatron does not store them."""
-    tensors = dict(directory(DEEPSEEK))
-    assert {"model.layers.2.eh_proj.weight", "model.layers.3.shared_head.norm.weight",
-            "model.layers.3.mlp.experts.2.gate_proj.weight"} < tensors.keys()  # fmt: skip
+@pytest.mark.parametrize("config", [DEEPSEEK, GLM], ids=lambda config: config["model_type"])
+def test_prediction_layers_with_copies(config: dict[str, Any]) -> None:
+    """MTP layer i is layer L + i; the releases repeat embedding and head there, Megatron does not store them."""
+    tensors, count = directory(config), config["num_nextn_predict_layers"]
+    assert {
+        "model.layers.2.eh_proj.weight",
+        f"model.layers.{count + 1}.shared_head.norm.weight",
+    } < tensors.keys()
     copies = {}
-    for layer in (2, 3):
+    for layer in range(2, 2 + count):
         copies[f"model.layers.{layer}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
         copies[f"model.layers.{layer}.shared_head.head.weight"] = tensors["lm_head.weight"]
-    found, megatron = imported(DEEPSEEK, {**tensors, **copies})
+    found, megatron = imported(config, {**tensors, **copies})
     assert {name for _, name in found.equal} == copies.keys() == set(found.dropped)
-    assert "mtp.layers.1.transformer_layer.mlp.experts.experts.2.linear_fc1.weight" in megatron
-    assert found.args["mtp_num_layers"] == 2
-    plain = export_targets(specs(megatron), found.args)
-    again = materialise(plain.tensors, megatron)
+    assert "mtp.layers.0.transformer_layer.mlp.experts.experts.2.linear_fc1.weight" in megatron
+    assert found.args["mtp_num_layers"] == count
+    plain, again = exported(megatron, found.args)
     assert_same(again, tensors)
-    assert plain.config["num_nextn_predict_layers"] == 2
+    assert plain.config["num_nextn_predict_layers"] == count
     whole = export_targets(specs(megatron), found.args, mtp_copies=True)
-    again = materialise(whole.tensors, megatron)
-    assert again.keys() == {**tensors, **copies}.keys()
-    assert all(again[key].tobytes() == copies[key].tobytes() for key in copies)
-
-
-def test_config_with_prediction_layers_that_no_file_holds() -> None:
-    tensors = {
-        k: v for k, v in directory(DEEPSEEK).items() if ".layers.2." not in k and ".layers.3." not in k
-    }
-    found, _ = imported(DEEPSEEK, tensors)
+    assert_same(materialise(whole.tensors, megatron), {**tensors, **copies})
+    found, _ = imported(
+        config, {k: v for k, v in tensors.items() if ".layers.2." not in k and ".layers.3." not in k}
+    )
     assert found.args["mtp_num_layers"] is None
     assert any("prediction layers" in note for note in found.notes)
 
 
-def test_score_bias_stays_float32() -> None:
-    tensors = directory(DEEPSEEK)
-    found = import_targets(specs(tensors), DEEPSEEK, dtype="bfloat16")
-    types = {target.key: target.dtype for target in found.tensors}
-    assert types.pop("decoder.layers.1.mlp.router.expert_bias") == "float32"
-    assert types.pop("mtp.layers.0.transformer_layer.mlp.router.expert_bias") == "float32"
-    assert types.pop("mtp.layers.1.transformer_layer.mlp.router.expert_bias") == "float32"
-    assert set(types.values()) == {"bfloat16"}
-    parameters = {t.key: Spec(t.dtype, t.shape) for t in found.tensors}
-    exported = export_targets(parameters, found.args, dtype="float16")
-    kept = {t.key for t in exported.tensors if t.dtype == "float32"}
-    assert kept == {f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (1, 2, 3)}
-    assert exported.config["torch_dtype"] == "float16"
-
-
-def test_directories_saved_from_a_bare_model_and_masks_are_read() -> None:
+@pytest.mark.parametrize(
+    ("variant", "prefix", "masks"),
+    [("gpt2", "transformer.", {f"h.{i}.attn.bias" for i in range(2)}),
+     ("gpt_neox_tanh", "gpt_neox.", {"layers.0.attention.masked_bias"})],
+)  # fmt: skip
+def test_directories_saved_from_a_bare_model_and_masks_are_read(
+    variant: str, prefix: str, masks: set[str]
+) -> None:
     """The released `gpt2` spells its names without `transformer.` and stores its causal masks."""
-    config = {"model_type": "gpt2", "n_embd": 12, "n_layer": 2, "n_head": 3, "n_positions": 9, "vocab_size": 11,
-              "layer_norm_epsilon": 1e-5}  # fmt: skip
+    config = config_of(variant)
     tensors = directory(config)
-    bare = {key.removeprefix("transformer."): array for key, array in tensors.items()}
-    masks = {f"h.{i}.attn.bias": np.zeros((1, 1, 9, 9), np.float32) for i in range(2)}
-    found, megatron = imported(config, {**bare, **masks})
-    assert set(found.dropped) == masks.keys()
-    assert all(
-        megatron[key].tobytes() == array.tobytes() for key, array in imported(config, tensors)[1].items()
-    )
+    buffers = {name: np.zeros((1, 1, 9, 9), np.float32) for name in masks}
+    found, megatron = imported(config, {**{k.removeprefix(prefix): v for k, v in tensors.items()}, **buffers})
+    assert set(found.dropped) == masks
+    assert_same(megatron, imported(config, tensors)[1])
 
 
-def test_experts_of_different_types_are_refused() -> None:
+def test_weights_that_cannot_become_one_are_refused() -> None:
     tensors = specs(directory(QWEN3_MOE))
     tensors["model.layers.0.mlp.experts.1.up_proj.weight"] = Spec("bfloat16", (6, 12))
     assert "become one parameter" in problems(lambda: import_targets(tensors, QWEN3_MOE))
-
-
-def test_quantized_weights_are_refused() -> None:
     with pytest.raises(UnsupportedCheckpointError, match=r"quantized \(fp8\)"):
         import_targets({}, {**LLAMA, "quantization_config": {"quant_method": "fp8"}})
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "text"),
-    [
-        ("hidden_act", "gelu", "hidden_act is 'gelu'"),
-        ("attention_bias", True, "mlp_bias=False and another field disagree"),
-        ("rope_scaling", {"rope_type": "longrope", "factor": 2.0}, "no 'longrope' scaling"),
-        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                          "original_max_position_embeddings": 4096}, "llama3 scaling has"),
-        ("rope_scaling", {"rope_type": "yarn", "factor": 8.0, "attention_factor": 2.0}, "cannot set"),
-        ("hidden_size", None, "hidden_size is missing"),
-    ],
-)  # fmt: skip
-def test_configs_megatron_cannot_express_are_refused(key: str, value: Any, text: str) -> None:
-    config = {**LLAMA, key: value}
-    if value is None:
-        del config[key]
-    with pytest.raises(CkptError, match=text):
-        import_targets(specs(directory(LLAMA)), config)
+    config = {"model_type": "llava", "text_config": LLAMA, "vision_config": {}}
+    text = problems(lambda: family_of_config(config))
+    assert (
+        "'llava', a model of several parts" in text and "its language model is a llama (text_config)" in text
+    )
 
 
 def test_deepseek_v3_has_the_tensors_of_its_release() -> None:
@@ -286,29 +251,23 @@ def test_a_prefix_before_all_names_is_named(prefix: str, drop: str, why: str) ->
     assert "lm_head.weight [11, 12] is missing" in problems(lambda: imported(LLAMA, beside))
 
 
-def test_models_of_several_parts_are_named() -> None:
-    config = {"model_type": "llava", "text_config": LLAMA, "vision_config": {}}
-    text = problems(lambda: family_of_config(config))
-    assert (
-        "'llava', a model of several parts" in text and "its language model is a llama (text_config)" in text
-    )
-
-
-def test_expert_biases_become_float32_and_it_is_said() -> None:
+def test_expert_biases_are_float32_and_it_is_said() -> None:
     """Megatron keeps them so, and so does the class; releases such as Moonlight's have them in bfloat16."""
     tensors = specs(directory(DEEPSEEK))
-    bias = next(key for key in tensors if key.endswith("e_score_correction_bias"))
-    halves = {key: spec._replace(dtype="bfloat16") for key, spec in tensors.items()}
+    biases = [key for key in tensors if key.endswith("e_score_correction_bias")]
     text = "are bfloat16 in the source and written as float32, the type that both programs hold them in"
-    found = import_targets(halves, DEEPSEEK)
-    layers = sum(key.endswith("e_score_correction_bias") for key in tensors)
-    assert f"{layers} tensors, {bias} the first, {text}" in found.notes
-    assert not any("written as" in note for note in import_targets(tensors, DEEPSEEK).notes)
+    found = import_targets({key: one._replace(dtype="bfloat16") for key, one in tensors.items()}, DEEPSEEK)
+    assert f"{len(biases)} tensors, {biases[0]} the first, {text}" in found.notes
     parameters = {one.key: Spec(one.dtype, one.shape) for one in found.tensors}
-    assert not any("written as" in note for note in export_targets(parameters, found.args).notes)
-    core = next(key for key in parameters if key.endswith("router.expert_bias"))
-    parameters = {key: spec._replace(dtype="bfloat16") for key, spec in parameters.items()}
-    assert f"{layers} tensors, {core} the first, {text}" in export_targets(parameters, found.args).notes
+    core = [key for key in parameters if key.endswith("router.expert_bias")]
+    assert {key for key, one in parameters.items() if one.dtype == "float32"} == set(core)
+    assert len(core) == len(biases) == 3
+    for plain in (import_targets(tensors, DEEPSEEK), export_targets(parameters, found.args)):
+        assert not any("written as" in note for note in plain.notes)
+    halves = {key: one._replace(dtype="bfloat16") for key, one in parameters.items()}
+    made = export_targets(halves, found.args, dtype="float16")
+    assert f"3 tensors, {core[0]} the first, {text}" in made.notes and made.config["torch_dtype"] == "float16"
+    assert {one.key for one in made.tensors if one.dtype == "float32"} == set(biases)
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v2"])

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.megatron.huggingface.test_popular_configs import POPULAR, SIZES
-from tests.megatron.huggingface.test_released_configs import RELEASED
+from tests.megatron.huggingface.released import DENSE, POPULAR, SIZES
 
 transformers = pytest.importorskip("transformers", reason="the optional peer transformers is not installed")
 
@@ -44,10 +43,7 @@ SAID: dict[str, set[str]] = {
     "gemma-7b": {"hidden_activation"},
     "gpt2": {"task_specific_params"},
 }
-TEXTS: dict[str, dict[str, Any]] = {
-    **{name: text if "n_embd" in text else {**SIZES, **text} for name, text in POPULAR.items()},
-    **RELEASED,
-}
+TEXTS: dict[str, dict[str, Any]] = {**POPULAR, **DENSE}
 
 
 CLASSES = transformers.models.auto.configuration_auto.CONFIG_MAPPING

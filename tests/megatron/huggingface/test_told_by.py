@@ -13,21 +13,15 @@ from ckpt_tools.megatron.huggingface.families.families import FAMILIES
 from ckpt_tools.megatron.huggingface.families.file_places import parse_rule_source, twice
 from ckpt_tools.megatron.huggingface.families.identify import REFUSED, without_modules
 from tests.megatron.huggingface.by_rules import BASE, directory, exported, imported, problems
-from tests.megatron.huggingface.models import CONFIGS, LIKE, family_of
+from tests.megatron.huggingface.models import CONFIGS, LIKE, config_of, family_of
 
-ONLY_A_REFERENCE_TELLS = {
-    "gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    "gemma3": {"rope_local_base_freq": 10000.0},
-}
 Line = tuple[str, tuple[str, ...]]
 
 
 @cache
 def words(variant: str) -> frozenset[str]:
     """Those that hold for a tiny model."""
-    family = FAMILIES[family_of(variant)]
-    config = {**CONFIGS[variant][1], "model_type": family.model_type or family.name}
-    config |= ONLY_A_REFERENCE_TELLS.get(variant, {})
+    config = config_of(variant)
     found, megatron = imported(config, directory(config))
     return frozenset(table.words_of(set(megatron), read_model_args(found.args)))
 
@@ -102,7 +96,7 @@ def test_every_line_and_every_word_of_the_table_counts() -> None:
 )  # fmt: skip
 def test_a_family_that_does_not_fit_names_those_that_do(variant: str, names: str) -> None:
     """Without config.json, one of several families with the same parameters is told; settings may say it is not."""
-    config = {**CONFIGS[variant][1], "model_type": family_of(variant)}
+    config = config_of(variant)
     found, megatron = imported(config, directory(config))
     text = problems(lambda: exported(megatron, found.args))
     assert f"parameters and settings are those of {names}: --hf-config with the model's config.json" in text

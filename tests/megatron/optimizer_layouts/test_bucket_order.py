@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_order import (
-    Convention,
     LookAlikes,
     conventions,
     first_out_of_order,
@@ -79,13 +78,6 @@ def test_experts_are_told_apart_matrix_by_matrix_or_one_by_one() -> None:
         assert fitting == {flag}
 
 
-def test_gate_stands_before_up() -> None:
-    convention = Convention(local_norms=False, sequential_experts=False, shared_embedding=False)
-    gate, up = (piece("decoder.layers.0.mlp.linear_fc1.weight", shard=(i, 4)) for i in (1, 3))
-    assert settle([LookAlikes((gate,)), LookAlikes((up,))], [], convention) == [gate, up]
-    assert settle([LookAlikes((up,)), LookAlikes((gate,))], [], convention) is None
-
-
 def test_more_look_alikes_than_places_are_not_settled() -> None:
     """One of two equal norms is frozen: which one has the state is not known."""
     pieces = model([0, 1], TE_LAYER)[::-1]
@@ -94,14 +86,6 @@ def test_more_look_alikes_than_places_are_not_settled() -> None:
     slots = [alike if p is query else LookAlikes((p,)) for p in pieces if p is not key]
     assert all(settle(slots, alike.members, c) is None for c in conventions(shared_embedding=False))
     assert any(settle(slots, [query], c) for c in conventions(shared_embedding=False))
-
-
-def test_a_shared_embedding_may_stand_anywhere() -> None:
-    pieces = [piece("embedding.word_embeddings.weight"), piece("decoder.final_layernorm.weight")]
-    slots = [LookAlikes((p,)) for p in pieces]
-    for shared in (False, True):
-        settled = [settle(slots, [], c) for c in conventions(shared_embedding=shared)]
-        assert settled == [pieces if shared else None] * 4
 
 
 def test_unknown_modules_have_no_order_below_them() -> None:

@@ -14,10 +14,9 @@ from ckpt_tools.errors import VerificationError
 from ckpt_tools.formats.dcp.metadata_read import read_catalog
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.formats.torch_archive.item_reader import load_object
-from ckpt_tools.megatron.keys import bucket_key
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_content import Reader
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_positions import Stretch, place_by_position
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import find_stretches
+from ckpt_tools.megatron.keys import bucket_key, bucket_object
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_order import Stretch, place_by_position
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import Reader, find_stretches
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import (
     find_buffers,
     weight_pieces,
@@ -114,11 +113,6 @@ def in_fp8(params: list[Param], width: int) -> list[Param]:
     return [replace(p, fp8=width) if "linear_" in p.key and len(p.shape) == 2 else p for p in params]
 
 
-def equal_experts(width: int) -> list[Param]:
-    p = "decoder.layers.0.mlp.experts.experts."
-    return [Param(f"{p}linear_fc{fc}.weight", (e,), (64, 64), fp8=width) for fc in (1, 2) for e in (0, 1)]
-
-
 @pytest.mark.parametrize("width", [16, 32, -1])
 @pytest.mark.parametrize(
     ("tp", "pp", "dp", "bucket_size"), [(1, 1, 1, None), (2, 1, 3, 9000), (1, 2, 2, None), (2, 2, 1, 500)]
@@ -133,7 +127,10 @@ def test_masters_of_fp8_weights_are_placed_and_proven(
 
 @pytest.mark.parametrize("width", [32, -1])
 def test_fp8_content_decides_where_position_leaves_a_choice(width: int) -> None:
-    params = equal_experts(width)
+    module = "decoder.layers.0.mlp.experts.experts"
+    params = [
+        Param(f"{module}.linear_fc{fc}.weight", (e,), (64, 64), fp8=width) for fc in (1, 2) for e in (0, 1)
+    ]
     assert_placed(as_remainders(build(params), params))
 
 
@@ -172,12 +169,12 @@ def test_position_says_what_content_says_of_real_buckets(name: str) -> None:
     folder = source_of(fixture_dir(name))
     files = open_files(str(folder))
     catalog = read_catalog(files)
-    numels = {}
-    for key, entry in catalog.objects.items():
-        if "per_bucket_numel_unpadded" in key:
-            chain = int(key[len("chained_")]) if key.startswith("chained_") else 0
-            group = int(key.partition("dp_group_idx_")[2].partition(".")[0])
-            numels[chain, group] = load_object(files, entry.item)
+    named = ((bucket_object(key), entry.item) for key, entry in catalog.objects.items())
+    numels = {
+        (about.chain, about.group): load_object(files, item)
+        for about, item in named
+        if about and about.what == "per_bucket_numel_unpadded"
+    }
     buffers, pieces = find_buffers(catalog, numels), tuple(weight_pieces(catalog))
     problems: list[str] = []
     placed = place_by_position(buffers, buffers, pieces, problems)
@@ -217,17 +214,24 @@ def test_a_parameter_that_no_bucket_has_room_for() -> None:
     refused(replace(made, catalog=Catalog("memory", tensors, {})), "no order of its rank's 15 parameters")
 
 
-def test_parameters_in_another_order_than_that_of_registration() -> None:
-    swapped = [*PARAMS[:2], PARAMS[3], PARAMS[2], *PARAMS[4:]]
-    refused(as_remainders(build(swapped), swapped), "no order")
+SWAPPED = [*PARAMS[:2], PARAMS[3], PARAMS[2], *PARAMS[4:]]
 
 
-def test_experts_of_equal_size_leave_a_choice() -> None:
-    p = "decoder.layers.0.mlp.experts.experts."
-    params = [Param(f"{p}linear_fc{fc}.weight", (e,), (16, 16)) for fc in (1, 2) for e in (0, 1)]
-    refused(as_remainders(build(params), params), "several orders")
-    other = [Param(f"{p}linear_fc{fc}.weight", (e,), (16 * fc, 16)) for fc in (1, 2) for e in (0, 1)]
-    assert_placed(as_remainders(build(other), other))
+def experts(fc2_rows: int) -> list[Param]:
+    shapes = ((1, (16, 16)), (2, (fc2_rows, 16)))
+    module = "decoder.layers.0.mlp.experts.experts"
+    return [Param(f"{module}.linear_fc{fc}.weight", (e,), shape) for fc, shape in shapes for e in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"), [(SWAPPED, "no order"), (experts(16), "several orders"), (experts(32), None)]
+)
+def test_an_order_that_is_none_or_leaves_a_choice(params: list[Param], message: str | None) -> None:
+    made = as_remainders(build(params), params)
+    if message is None:
+        assert_placed(made)
+    else:
+        refused(made, message)
 
 
 def test_states_that_ranks_share_must_be_equal() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError
 from ckpt_tools.formats.torch_archive.object_writer import dump_archive
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_content import round_bits, windows
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import find_buffers, flatten, weight_pieces
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import round_bits, windows
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import find_buffers, weight_pieces
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import coalesced_buffers
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog, Chunk, Item, ObjectEntry, TensorEntry
@@ -29,17 +29,6 @@ def change(made: Checkpoint, key: str, **fields: Any) -> None:
     old = tensors[key]
     values = {"key": key, "dtype": old.dtype, "shape": old.shape, "chunks": old.chunks} | fields
     tensors[key] = TensorEntry(**values)
-
-
-def test_buffers_of_all_ranks_with_their_buckets_in_order() -> None:
-    made = build(llama(3, 24, 40, 64, pp=3), tp=2, pp=3, dp=2, bucket_size=1000)
-    buffers = find_buffers(made.catalog, made.numels)
-    assert [(b.chain, b.group, b.gbuf) for b in buffers] == [(0, i, 0) for i in range(6)]
-    for buffer in buffers:
-        sizes = made.numels[0, buffer.group][0][0]["bfloat16", "float32"]
-        assert [b.numel for b in buffer.buckets] == sizes
-        assert all({"master", "exp_avg", "exp_avg_sq"} == set(b.states) for b in buffer.buckets)
-        assert all(b.bounds is not None and {0, b.numel} <= b.bounds for b in buffer.buckets)
 
 
 Damage = Callable[[Checkpoint], object]
@@ -67,22 +56,6 @@ def test_what_does_not_fit_is_refused_by_name(damage: Damage, error: type[Except
     damage(made)
     with pytest.raises(error, match=match):
         find_buffers(made.catalog, made.numels)
-
-
-def test_a_bucket_stored_as_rows_is_one_dimension() -> None:
-    chunks = [Chunk(Box((r, a), (1, n)), Item("f", 0, 4 * n)) for r in (1, 0) for a, n in ((0, 3), (3, 5))]
-    flat = flatten(TensorEntry("b", "float32", (2, 8), tuple(chunks)))
-    assert [first for first, _ in flat.chunks] == [0, 3, 8, 11]
-
-
-def test_shards_are_counted_inside_a_slice() -> None:
-    made = build(llama(2, 24, 40, 64), tp=2)
-    by_name: dict[str, list[tuple[int, int]]] = {}
-    for piece in weight_pieces(made.catalog):
-        by_name.setdefault(piece.name, []).append(piece.shard)
-    assert sorted(by_name["decoder.layers.1.mlp.linear_fc1.weight"]) == [(i, 4) for i in range(4)]
-    assert sorted(by_name["decoder.layers.0.mlp.linear_fc2.weight"]) == [(0, 2), (1, 2)]
-    assert by_name["decoder.final_layernorm.weight"] == [(0, 1)]
 
 
 def test_a_chunk_of_several_experts_gives_a_piece_each() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError
 from ckpt_tools.megatron.run_state.common_state import CommonState
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import model_space_states
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import model_space_states
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog, Chunk, Item, TensorEntry
 from ckpt_tools.model.views import Select, Source
@@ -33,67 +33,47 @@ def catalog(shapes: dict[str, tuple[int, ...]], dtypes: dict[str, str] | None = 
     return Catalog("memory", {k: entry(k, s) for k, s in shapes.items()}, {})
 
 
-@pytest.mark.parametrize("master", ["param", "fp32_param"])
+def state(kind: str, weight: str = WEIGHT) -> str:
+    return f"optimizer.state.{kind}.{weight}"
+
+
+@pytest.mark.parametrize("master", ["param", "fp32_param", ""])
 @pytest.mark.parametrize("prefix", ["", "chained_1."])
 def test_both_spellings_of_masters_and_the_chain_prefix(prefix: str, master: str) -> None:
-    keys = {kind: f"{prefix}optimizer.state.{kind}.{WEIGHT}" for kind in ("exp_avg", master)}
-    states = model_space_states(catalog({WEIGHT: (4, 8, 6), **dict.fromkeys(keys.values(), (4, 8, 6))}), "x")
-    assert states.kinds == ("master", "exp_avg")
-    assert states.sources("master", WEIGHT, (3,)) == (Source(keys[master], (Select(0, 3),)),)
-    assert states.dtype("exp_avg", WEIGHT) == "float32"
-    assert states.consumed == set(keys.values())
-
-
-def test_an_optimizer_without_masters_has_none() -> None:
-    states = model_space_states(catalog({WEIGHT: (2, 3), f"optimizer.state.exp_avg.{WEIGHT}": (2, 3)}), "x")
-    assert states.kinds == ("exp_avg",)
-    assert not states.has("master", WEIGHT)
-    with pytest.raises(MappingError, match=f"no optimizer state 'master' is stored for {WEIGHT}"):
-        states.sources("master", WEIGHT)
-
-
-def test_states_of_other_optimizers_keep_their_names() -> None:
-    made = catalog({WEIGHT: (2, 3), f"optimizer.state.momentum_buffer.{WEIGHT}": (2, 3)})
-    states = read_optimizer_states(MemoryFiles(), made, CommonState({}, None))
-    assert states is not None and states.kinds == ("momentum_buffer",)
+    stored = {kind: prefix + state(kind) for kind in ("exp_avg", "momentum_buffer", master) if kind}
+    made = catalog({WEIGHT: (4, 8, 6), **dict.fromkeys(stored.values(), (4, 8, 6))})
+    found = read_optimizer_states(MemoryFiles(), made, CommonState({}, None))
+    assert found is not None and found.consumed == set(stored.values())
+    assert found.kinds == (*(["master"] if master else []), "exp_avg", "momentum_buffer")
+    if master:
+        assert found.sources("master", WEIGHT, (3,)) == (Source(stored[master], (Select(0, 3),)),)
+        assert found.states["exp_avg", WEIGHT].dtype == "float32"
+    else:
+        with pytest.raises(MappingError, match=f"no optimizer state 'master' is stored for {WEIGHT}"):
+            found.sources("master", WEIGHT)
 
 
 def test_no_optimizer() -> None:
     assert read_optimizer_states(MemoryFiles(), catalog({WEIGHT: (2, 3)}), CommonState({}, None)) is None
 
 
-def test_a_state_under_two_keys_is_refused() -> None:
-    keys = [f"optimizer.state.{kind}.{WEIGHT}" for kind in ("param", "fp32_param")]
-    with pytest.raises(CorruptCheckpointError, match=r"also stored under another key"):
-        model_space_states(catalog({WEIGHT: (2,), **dict.fromkeys(keys, (2,))}), "x")
-
-
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("param", "uint8"), ("exp_avg", "int16"), ("exp_avg_sq", "float8_e4m3fn")]
-)
-def test_encoded_states_are_refused_by_name(kind: str, dtype: str) -> None:
-    """Synthetic: Megatron widens 8-bit moments before it stores them."""
-    key = f"optimizer.state.{kind}.{WEIGHT}"
-    with pytest.raises(UnsupportedCheckpointError, match=f"precision-aware(.|\n)*{kind}.{WEIGHT} is {dtype}"):
-        model_space_states(catalog({WEIGHT: (2,), key: (2,)}, {key: dtype}), "x")
-
-
-def test_all_states_that_do_not_fit_are_named_at_once() -> None:
-    made = catalog(
-        {
-            WEIGHT: (4, 6),
-            f"optimizer.state.exp_avg.{WEIGHT}": (4, 5),
-            f"optimizer.state.exp_avg_sq.{WEIGHT}": (3, 1, 8),
-            "optimizer.state.exp_avg.gone.weight": (4,),
-        }
-    )
-    with pytest.raises(MappingError) as error:
-        model_space_states(made, "x")
-    message = str(error.value)
-    assert "3 optimizer states" in message
-    assert f"exp_avg.{WEIGHT}: has shape (4, 5), but the weight has shape (4, 6)" in message
-    assert f"exp_avg_sq.{WEIGHT}: Defragment" in message
-    assert "there is no weight gone.weight" in message
+    ("shapes", "dtype", "error", "messages"),
+    [
+        ({state("param"): (4, 6), state("fp32_param"): (4, 6)}, "float32", CorruptCheckpointError, ["another key"]),
+        *(({state(kind): (4, 6)}, dtype, UnsupportedCheckpointError, ["precision-aware", f"{WEIGHT} is {dtype}"])
+          for kind, dtype in (("param", "uint8"), ("exp_avg", "int16"), ("exp_avg_sq", "float8_e4m3fn"))),
+        ({state("exp_avg"): (4, 5), state("exp_avg_sq"): (3, 1, 8), state("exp_avg", "gone.weight"): (4,)}, "float32",
+         MappingError, ["3 optimizer states", "shape (4, 5), but the weight has shape (4, 6)",
+                        f"exp_avg_sq.{WEIGHT}: Defragment", "there is no weight gone.weight"]),
+    ],
+)  # fmt: skip
+def test_states_that_do_not_fit_are_refused_by_name(
+    shapes: dict[str, tuple[int, ...]], dtype: str, error: type[Exception], messages: list[str]
+) -> None:
+    with pytest.raises(error) as caught:
+        model_space_states(catalog({WEIGHT: (4, 6), **shapes}, dict.fromkeys(shapes, dtype)), "x")
+    assert [text for text in messages if text not in str(caught.value)] == []
 
 
 Floats = npt.NDArray[np.float32]
@@ -154,16 +134,6 @@ def test_any_cut_is_undone(
     assert got.tobytes() == np.ascontiguousarray(value[lead]).tobytes()
 
 
-def test_stacked_row_parallel_states_are_not_scrambled() -> None:
-    """The case that NVIDIA's converter gets wrong: layers stacked, columns cut by tensor parallelism."""
-    value = np.arange(2 * 4 * 8, dtype=np.float32).reshape(2, 4, 8)
-    files, key = MemoryFiles(), "decoder.layers.mlp.linear_fc2.weight"
-    catalog = stored(files, (key, value.shape), flatten(value, (2, 1, 2)), None)
-    states = model_space_states(catalog, "x")
-    got = read_sources(files, catalog, states, states.sources("exp_avg", key, (1,)))
-    assert got.view(np.float32)[0].tolist() == [32, 33, 34, 35, 36, 37, 38, 39]
-
-
 def test_one_dimensional_states_before_core_0_11_are_stored_as_they_are() -> None:
     """Synthetic: 1-D states had no entry in `mcore_data` and their own shape, cut by data parallelism only."""
     value = np.arange(12, dtype=np.float32)
@@ -173,16 +143,6 @@ def test_one_dimensional_states_before_core_0_11_are_stored_as_they_are() -> Non
     assert states.states["exp_avg", "decoder.final_layernorm.weight"].whole.view == ()  # type: ignore[union-attr]
     got = read_sources(files, catalog, states, states.sources("exp_avg", "decoder.final_layernorm.weight"))
     assert got.tobytes() == value.tobytes()
-
-
-def test_a_note_of_another_shape_is_refused() -> None:
-    files = MemoryFiles()
-    state = np.zeros((1, 1, 24), np.float32)
-    catalog = stored(files, ("w", (4, 6)), state, {"optimizer.state.exp_avg.w": (3, 8)})
-    with pytest.raises(
-        MappingError, match=r"flattened from shape \(3, 8\), but the weight has shape \(4, 6\)"
-    ):
-        model_space_states(catalog, "x")
 
 
 def grouped_mlp(

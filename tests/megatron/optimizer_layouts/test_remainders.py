@@ -61,7 +61,7 @@ def stored(
 def master(folder: Path, catalog: Catalog, states: OptimizerStates, name: str) -> bytes:
     shape = catalog.tensors[name].shape
     target = TargetTensor(
-        "t", states.dtype("master", name), shape, states.sources("master", name), zero_filled=False
+        "t", states.states["master", name].dtype, shape, states.sources("master", name), zero_filled=False
     )
     return read_box(open_files(str(folder)), catalog, target, full_box(shape)).tobytes()
 
@@ -74,22 +74,17 @@ def test_remainders_are_joined_whatever_their_chunks(dtype: str, tmp_path: Path)
     assert master(tmp_path / "s", catalog, states, "a.weight") == joined.tobytes()
 
 
-@pytest.mark.parametrize("aware", [True, False, None])
-def test_plain_masters_stay_what_they_are(aware: bool | None, tmp_path: Path) -> None:
-    weight, _, joined = numbers()
-    catalog, states = stored(tmp_path / "s", {"a.weight": (weight, joined)}, aware)
-    assert not states.has_made
-    assert master(tmp_path / "s", catalog, states, "a.weight") == joined.tobytes()
-
-
-@pytest.mark.parametrize("aware", [False, None])
-def test_whole_numbers_are_masters_where_no_setting_allows_remainders(
-    aware: bool | None, tmp_path: Path
+@pytest.mark.parametrize(
+    ("plain", "aware"), [(True, True), (True, False), (True, None), (False, False), (False, None)]
+)
+def test_plain_masters_stay_as_they_are_and_so_do_whole_numbers_where_no_setting_allows_remainders(
+    plain: bool, aware: bool | None, tmp_path: Path
 ) -> None:
-    """The proof of masters then says that they do not round."""
-    weight, remainder, _ = numbers()
-    _, states = stored(tmp_path / "s", {"a.weight": (weight, remainder)}, aware)
+    """The proof of masters then says of the latter that they do not round."""
+    weight, remainder, joined = numbers()
+    catalog, states = stored(tmp_path / "s", {"a.weight": (weight, joined if plain else remainder)}, aware)
     assert not states.has_made
+    assert master(tmp_path / "s", catalog, states, "a.weight") == (joined if plain else remainder).tobytes()
 
 
 ZERO = (np.zeros(4, np.uint16), np.zeros(4, np.float32))
@@ -98,7 +93,7 @@ ZERO = (np.zeros(4, np.uint16), np.zeros(4, np.float32))
 def test_what_can_be_both_follows_the_others(tmp_path: Path) -> None:
     weight, remainder, joined = numbers()
     _, states = stored(tmp_path / "1", {"a.weight": (weight, remainder), "a.bias": ZERO})
-    assert states.dtype("master", "a.bias") == "float32"
+    assert states.states["master", "a.bias"].dtype == "float32"
     assert len(states.payloads) == 2
     _, states = stored(tmp_path / "2", {"a.weight": (weight, joined), "a.bias": ZERO})
     assert not states.has_made

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from ckpt_tools.errors import MappingError
@@ -102,12 +103,6 @@ def write_gelu(activation: str, model: ModelArgs) -> str:
     return next(name for name, value in GELU.items() if value == activation)
 
 
-def write_gelu_tanh(activation: str, model: ModelArgs) -> str:
-    """The same for classes whose own word for the approximation is this one."""
-    name = write_gelu(activation, model)
-    return "gelu_pytorch_tanh" if name == "gelu_new" else name
-
-
 def read_gelu(name: str, config: Config) -> str:
     if name not in GELU:
         raise MappingError(f"{name!r} is not one of {', '.join(GELU)}")
@@ -176,12 +171,7 @@ def rotary_factor(config: Config) -> float:
     return read_rotary_dim(config.get("rotary_dim"), config)
 
 
-def read_nested_scaling(rope: Config, config: Config) -> tuple[Any, ...]:
-    scaling = {
-        key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")
-    }
-    found: tuple[Any, ...] = read_rope(scaling, config)
-    return found
+ROPE_NUMBERS = ("rope_theta", "partial_rotary_factor")  # beside a scaling, in `rope_parameters`
 
 
 def _in_rope(rope: Config, name: str) -> Any:
@@ -359,7 +349,7 @@ def expert_size(config: Config) -> int:
     return int(config["moe_intermediate_size"])
 
 
-def write_shared(size: int | None, model: ModelArgs) -> int:
+def write_shared(size: int | None, model: ModelArgs, least: int = 0) -> int:
     count, rest = divmod(size or 0, model.moe_ffn_hidden_size)
     if rest:
         raise MappingError(
@@ -369,16 +359,11 @@ def write_shared(size: int | None, model: ModelArgs) -> int:
             "your class has such a field and no gate, a rule file (--rules) says so under `fields`: this field "
             "`null`, and `shared_expert_intermediate_size: moe_shared_expert_intermediate_size`"
         )
-    return count  # 0 for none: the classes of DeepSeek multiply by it, and fail with null
-
-
-def write_some_shared(size: int | None, model: ModelArgs) -> int:
-    count = write_shared(size, model)
-    if not count:
+    if count < least:
         raise MappingError(
             "moe_shared_expert_intermediate_size is not set; every MoE layer of this class has a shared expert"
         )
-    return count
+    return count  # 0 for none: the classes of DeepSeek multiply by it, and fail with null
 
 
 def read_greedy(method: str, config: Config) -> int | None:
@@ -516,10 +501,6 @@ def write_expand(heads: int, model: ModelArgs) -> int:
     return inner // model.hidden_size
 
 
-def read_expand(expand: int, config: Config) -> int:
-    return expand * int(config["hidden_size"]) // int(config.get("head_dim", 64))
-
-
 def read_mamba_head(size: Any, config: Config) -> int:
     """The size of a head of a Falcon-H1: `auto` for an equal part of the inner size."""
     return inner_size(config) // int(config["mamba_n_heads"]) if size == "auto" else int(size)
@@ -620,7 +601,9 @@ FORMS: dict[str, Form] = {
         write_shared,
         read_shared,
     ),
-    "some_shared_experts": Form("the same, of a class that always has one", write_some_shared, read_shared),
+    "some_shared_experts": Form(
+        "the same, of a class that always has one", partial(write_shared, least=1), read_shared
+    ),
     "one_for_none": Form("1 for null", one_for_none, none_for_one),
     "group_topk": Form(
         "groups that a token may choose from; null where `n_group` is 1", one_for_none, read_group_topk
@@ -653,7 +636,11 @@ FORMS: dict[str, Form] = {
     ),
     "clamp": Form("a limit that must be there", clamp),
     "gelu": Form("the name of a GELU: gelu_new (by tanh) or gelu", write_gelu, read_gelu),
-    "gelu_tanh": Form("the same of a class that says gelu_pytorch_tanh", write_gelu_tanh, read_gelu),
+    "gelu_tanh": Form(
+        "the same of a class that says gelu_pytorch_tanh",
+        lambda activation, model: write_gelu(activation, model).replace("gelu_new", "gelu_pytorch_tanh"),
+        read_gelu,
+    ),
     "gpt2_ffn": Form(
         "the size of the MLP; null for four times `n_embd`",
         read=lambda size, config: size or 4 * int(config["n_embd"]),
@@ -752,14 +739,20 @@ FORMS: dict[str, Form] = {
         lambda heads, model: heads * model.mamba_head_dim,
         read_inner,
     ),
-    "mamba_expand": Form("how many times `hidden_size` all Mamba heads are", write_expand, read_expand),
+    "mamba_expand": Form(
+        "how many times `hidden_size` all Mamba heads are",
+        write_expand,
+        lambda expand, config: expand * int(config["hidden_size"]) // int(config.get("head_dim", 64)),
+    ),
     "nested_base": Form(
         "`rope_theta` in `rope_parameters`",
         lambda base, model: {"rope_theta": float(base)},
         lambda rope, config: float(_in_rope(rope, "rope_theta")),
     ),
     "nested_scaling": Form(
-        "`rope_type` and the numbers of a scaling in `rope_parameters`", write_scaled, read_nested_scaling
+        "`rope_type` and the numbers of a scaling in `rope_parameters`",
+        write_scaled,
+        lambda rope, config: read_rope({k: v for k, v in rope.items() if k not in ROPE_NUMBERS}, config),
     ),
     "nested_part": Form(
         "`partial_rotary_factor` in `rope_parameters`",

@@ -12,7 +12,7 @@ from math import isclose
 from typing import Any
 
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
-from ckpt_tools.megatron.huggingface.config.codecs import REQUIRED, Config
+from ckpt_tools.megatron.huggingface.config.codecs import REQUIRED, ROPE_NUMBERS, Config
 from ckpt_tools.megatron.huggingface.config.model_args import ModelArgs, bounded, frozen
 from ckpt_tools.megatron.huggingface.config.rope_args import GPT_OSS_SCALING, RELEASED_GPT_OSS_SCALING
 from ckpt_tools.megatron.huggingface.mapping.rules import Family, first_of
@@ -49,7 +49,6 @@ def write_config(family: Family, model: ModelArgs) -> dict[str, Any]:
 
 @bounded("config.json")
 def read_config(family: Family, config: Config) -> ModelArgs:
-    """The architecture that a config.json of this family describes."""
     config = in_v4_form(config)
     if NESTED in family.config_fields:
         config |= _nested(config)
@@ -61,7 +60,11 @@ def read_config(family: Family, config: Config) -> ModelArgs:
         raise MappingError(
             f"config.json of a {family.name} model: {', '.join(missing)} is missing{whose if family.like else ''}"
         )
-    problems = _not_fixed(family, config)
+    problems = []
+    for key, value in family.fixed.items():
+        allowed = value if isinstance(value, tuple) else (value,)
+        if config.get(key) is not None and config[key] not in allowed:
+            problems.append(f"{key} is {config[key]!r}; Megatron's {family.name} is {allowed[0]!r} only")
     problems += [
         f"{one.hf} is {config[one.hf]} and {one.also} {config[one.also]}: two names of one setting"
         for one in family.fields
@@ -70,9 +73,11 @@ def read_config(family: Family, config: Config) -> ModelArgs:
         and not equal_values(config[one.hf], config[one.also])
     ]
     problems += _two_bases(family, config)
-    given = _constant_defaults(family, config) | config  # what is read beside another field, too
+    constant = [one for one in family.fields if one.default is not REQUIRED and not callable(one.default)]
+    given = {one.hf: one.default for one in constant if one.also not in config} | config
     for one in family.fields:
-        if _lacks(values, one.arg):
+        no_experts = one.arg.startswith("moe_") and values.get("num_experts", 1) is None
+        if no_experts or (one.arg.startswith("linear_") and values.get("linear_layers") == ()):
             continue  # config.json has what its class takes for it all the same
         value = config.get(one.hf, config.get(one.also, _MISSING) if one.also else _MISSING)
         try:
@@ -90,22 +95,6 @@ def read_config(family: Family, config: Config) -> ModelArgs:
     if problems:
         raise MappingError(f"config.json does not fit {family.name}:\n" + list_problems(problems), problems)
     return ModelArgs(**_implied(family, values))
-
-
-def _constant_defaults(family: Family, config: Config) -> dict[str, Any]:
-    """What this family's class takes for the fields that are not there."""
-    return {
-        one.hf: one.default
-        for one in family.fields
-        if one.default is not REQUIRED and not callable(one.default) and one.also not in config
-    }
-
-
-def _lacks(values: Mapping[str, Any], setting: str) -> bool:
-    """Whether a setting is about experts or gated delta nets, of which a field before said that there are none."""
-    if setting.startswith("moe_"):
-        return "num_experts" in values and values["num_experts"] is None
-    return setting.startswith("linear_") and values.get("linear_layers") == ()
 
 
 def reconcile(family: Family, model: ModelArgs, reference: Config) -> ModelArgs:
@@ -206,7 +195,7 @@ def _rope_fields(rope: Config) -> dict[str, Any]:
         said["rope_theta"] = rope["rope_theta"]
     if rope.get("partial_rotary_factor") is not None:  # 1 too: some classes rotate a part unless told
         said["partial_rotary_factor"] = rope["partial_rotary_factor"]
-    scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
+    scaling = {k: v for k, v in rope.items() if k not in ROPE_NUMBERS}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     said["rope_scaling"] = {"rope_type": "default"} if kind == "default" else scaling
     return said
@@ -230,15 +219,6 @@ def refuse_quantized(config: Config) -> None:
             f"config.json says the weights are quantized ({method}); turn them into bfloat16 first "
             "(transformers: from_pretrained with dequantize, then save_pretrained)"
         )
-
-
-def _not_fixed(family: Family, config: Config) -> list[str]:
-    problems = []
-    for key, value in family.fixed.items():
-        allowed = value if isinstance(value, tuple) else (value,)
-        if config.get(key) is not None and config[key] not in allowed:
-            problems.append(f"{key} is {config[key]!r}; Megatron's {family.name} is {allowed[0]!r} only")
-    return problems
 
 
 def _implied(family: Family, values: dict[str, Any]) -> dict[str, Any]:

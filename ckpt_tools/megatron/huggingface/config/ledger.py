@@ -228,16 +228,11 @@ def _has_layer_types(family: Family, config: Mapping[str, Any], kinds: Any) -> b
     ]
 
 
-def is_unset(value: Any) -> bool:
-    """Whether a value says nothing, or no."""
-    return value is None or (isinstance(value, int | float | str | list | tuple | dict) and not value)
-
-
 def _unknown(found: Iterable[tuple[str, Any]]) -> tuple[str, ...]:
     texts = sorted(
         f"{name if isinstance(name, str) and name.isidentifier() else short(name)}={short(value)}"
         for name, value in found
-        if not is_unset(value)
+        if not (value is None or (isinstance(value, int | float | str | list | tuple | dict) and not value))
     )
     if not texts:
         return ()
@@ -253,13 +248,11 @@ def short(value: Any) -> str:
 
 @cache
 def arguments() -> Ledger:
-    """The ledger of Megatron's arguments."""
     return _ledger(_load("arguments.yaml"))
 
 
 @cache
 def config_fields_of(family: str) -> Ledger:
-    """The ledger of config.json for a known family."""
     data = _load("config_json.yaml")
     own = data["families"].get(family, {})
     return _ledger({

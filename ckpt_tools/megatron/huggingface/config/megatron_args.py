@@ -77,13 +77,12 @@ def read_model_args(args: Mapping[str, Any]) -> ModelArgs:
         params_dtype=_dtype(args),
         **_experts(args),
         **_sparse_attention(args),
-        **_delta_nets(args),
+        **(_delta_nets(args) if args.get(VARIANT) == DELTA_NET else {}),
         **_mamba(args),
     )
 
 
 def with_own_settings(model: ModelArgs, names: Iterable[str], args: Mapping[str, Any]) -> ModelArgs:
-    """The model with the arguments that its family's rule file names."""
     args = flat_args(args)
     return replace(model, own={name: frozen(args.get(name)) for name in names})
 
@@ -104,7 +103,6 @@ def _sizes(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layers(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Of what a layer consists."""
     return {
         "tied": _tied(args),
         "layernorm_epsilon": _first(args, "layernorm_epsilon", "norm_epsilon", default=1e-5),
@@ -293,13 +291,34 @@ def megatron_args(model: ModelArgs) -> dict[str, Any]:
         "context_parallel_size": 1,
         "expert_model_parallel_size": 1,
     }
-    if model.activation_clamp is not None:
-        args |= {"activation_func_clamp_value": model.activation_clamp}
-    if model.no_rope_layers:
-        args["no_rope_freq"] = list(model.no_rope_layers)
-    if model.activation == "geglu":  # Megatron-LM has no option for it; these are Bridge's names
-        args |= {"gated_linear_unit": True, "activation_func": "megatron.core.activations.fast_gelu"}
-    args |= _gemma_args(model) | _sparse_attention_args(model) | _recurrent_args(model)
+    is_geglu = model.activation == "geglu"
+    set_only = {  # the order of all arguments is that of the stored ones
+        "activation_func_clamp_value": model.activation_clamp,
+        "no_rope_freq": list(model.no_rope_layers) or None,
+        # From here on, what only Bridge has names for.
+        "gated_linear_unit": is_geglu or None,
+        "activation_func": "megatron.core.activations.fast_gelu" if is_geglu else None,
+        "query_pre_attn_scalar": model.query_pre_attn_scalar,
+        "attn_logit_softcapping": model.attn_logit_softcapping,
+        "final_logit_softcapping": model.final_logit_softcapping,
+        "interleaved_attn_pattern": model.sliding_pattern and [model.sliding_pattern - 1, 1],
+    }
+    args |= {name: value for name, value in set_only.items() if value is not None}
+    if model.rotary_base_local is not None:
+        is_linear = rope.get("rope_type") == "linear"
+        args["rotary_base"] = [model.rotary_base_local, model.rotary_base]
+        args["rope_scaling_factor"] = rope["factor"] if is_linear else 1.0
+    args |= _sparse_attention_args(model)
+    if model.attention_output_gate:
+        args["attention_output_gate"] = True
+    if model.moe_latent_size is not None:
+        args["moe_latent_size"] = model.moe_latent_size
+    if model.linear_layers:
+        args |= {VARIANT: DELTA_NET, "linear_attention_freq": list(model.linear_layers)}
+        args |= {name: getattr(model, name) for name in _DELTA_SIZES}
+    if model.hybrid_pattern:
+        args |= {"is_hybrid_model": True, "hybrid_override_pattern": model.hybrid_pattern}
+        args |= {name: getattr(model, name) for name in (*_MAMBA_SIZES, "mamba_num_heads")}
     if model.num_experts:
         every = all(model.moe_layers)
         args |= {"moe_layer_freq": 1 if every else list(model.moe_layers), "moe_grouped_gemm": True}
@@ -307,27 +326,7 @@ def megatron_args(model: ModelArgs) -> dict[str, Any]:
     return args | rope_args(rope, model.multi_latent_attention) | own
 
 
-def _gemma_args(model: ModelArgs) -> dict[str, Any]:
-    """What only Bridge has names for, where the model has it."""
-    args: dict[str, Any] = {
-        name: value
-        for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
-        if (value := getattr(model, name)) is not None
-    }
-    if model.sliding_pattern is not None:
-        args["interleaved_attn_pattern"] = [model.sliding_pattern - 1, 1]
-    if model.rotary_base_local is not None:
-        args["rotary_base"] = [model.rotary_base_local, model.rotary_base]
-        linear = model.rope_scaling[0]
-        args |= {
-            "rope_scaling_factor": linear["factor"] if linear and linear["rope_type"] == "linear" else 1.0
-        }
-    return args
-
-
 def _delta_nets(args: Mapping[str, Any]) -> dict[str, Any]:
-    if args.get(VARIANT) != DELTA_NET:
-        return {}
     layers = delta_net_layers(args.get("linear_attention_freq"), args["num_layers"])
     return {"linear_layers": layers, **_sizes_set(args, _DELTA_SIZES)}
 
@@ -350,22 +349,6 @@ def _mamba(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def _sizes_set(args: Mapping[str, Any], usual: Mapping[str, int]) -> dict[str, Any]:
     return {name: size if args.get(name) is None else args[name] for name, size in usual.items()}
-
-
-def _recurrent_args(model: ModelArgs) -> dict[str, Any]:
-    """The arguments that make Megatron build these layers; none for a model without them."""
-    args: dict[str, Any] = {}
-    if model.attention_output_gate:
-        args["attention_output_gate"] = True
-    if model.moe_latent_size is not None:
-        args["moe_latent_size"] = model.moe_latent_size
-    if model.linear_layers:
-        args |= {VARIANT: DELTA_NET, "linear_attention_freq": list(model.linear_layers)}
-        args |= {name: getattr(model, name) for name in _DELTA_SIZES}
-    if model.hybrid_pattern:
-        args |= {"is_hybrid_model": True, "hybrid_override_pattern": model.hybrid_pattern}
-        args |= {name: getattr(model, name) for name in (*_MAMBA_SIZES, "mamba_num_heads")}
-    return args
 
 
 SINCE = (

@@ -114,7 +114,6 @@ class ModelArgs:
 
     @property
     def true_vocab_size(self) -> int:
-        """Rows of the embedding that stand for tokens."""
         if self.vocab_size is None:
             raise MappingError("the true vocabulary size is not known")
         return self.vocab_size
@@ -149,7 +148,6 @@ class ModelArgs:
 
 
 def frozen(value: Any) -> Any:
-    """A value with tuples for lists."""
     return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
 
 

@@ -1,4 +1,61 @@
-"""The families this tool knows, each a file of its own (family_files/), which is read when it is asked for."""
+"""Families as YAML files: those that are known (family_files/), each read when it is asked for, and a user's.
+
+A whole family, where `fields` is a list:
+
+family: mymodel               # a name of its own; a known family of that name is replaced
+architecture: MyForCausalLM
+model_type: my_model          # that of config.json (--hf-config, or the model to import), which chooses the family;
+                              # without it: the name. `also_types: [...]`: further ones of the same class
+names: {mlp: feed_forward.}   # what `<mlp>` in the rules of pieces stands for (pieces.yaml has them all)
+fields:                       # config.json's fields: names of pieces (pieces.yaml), and mappings of one's own
+  - attention
+  - ffn
+  - head_dim: kv_channels     # which setting of ModelArgs it is; must be there
+    use_qk_norm: {setting: qk_layernorm, default: false}   # what the class takes without it, or `default_by`: a
+                              # function of the config (forms.py, DEFAULTS)
+    n_shared: {setting: moe_shared_expert_intermediate_size, default: null, form: shared_experts}
+                              # `form`: how the two sides say it differently (forms.py, FORMS). `wins`: whose
+                              # value stands where checkpoint and reference differ (reference, checkpoint; either: who
+                              # knows one). `also`: another name that is read
+    mlp_bias: null            # not the field that a piece has
+defaults: {rope_theta: 1.0e+6} # what this class takes without a field of a piece
+fixed: [silu, {clip: false}]  # config.json's fields with one value, or {one_of: [...]}
+needs: [gqa, {qk_layernorm: true}]  # Megatron settings without which the model is not of this family: of ModelArgs,
+                              # or such that arguments.yaml refuses otherwise and this architecture computes
+rules:
+  - ends
+  - self_attention
+  - core: decoder.layers.{l}.mlp.linear_fc2.weight   # {l} a layer, {e} an expert, {m} a prediction module
+    hf: <layer>mlp.down.weight     # one tensor or a list, as many as the layout has (layouts.py)
+    layout: same
+    shape: [hidden, ffn]      # names of sizes (rules.py, dimensions)
+    when: [dense]             # of models, or of layers, where all of these hold (rules.py, CONDITIONS)
+    also: other.name          # further names that Megatron gives it
+    norm: true                # may be stored as weight - 1: `plus_one: true` says that the class computes 1 + weight
+    dtype: float32            # kept whatever is asked
+    fused: model.all          # a tensor of all experts, or another name, that readers accept in place of `hf`
+    plain: true               # a norm whose weight a class of 1 + weight takes as it is
+    parts: {z: mamba_inner, x: mamba_inner}  # with {p} in `core`: parameters that are one tensor, with the names of
+                              # their rows; `shape` has the other sizes, `layout` is one of JOINED (layouts.py)
+  - {when: [moe], rules: [moe_norm, router]}  # rules, those of pieces too, under one more condition
+mtp: true                     # decoder layers' rules go for the layer inside a prediction module too; `dense`: those
+                              # of dense layers, whatever the last layer is
+settings: [index_topk]        # Megatron arguments beyond those of ModelArgs that `fields` carry
+dimensions: {lora: q_lora_rank}                     # further sizes: settings
+conditions: {windowed: sliding_layers, wide: {setting: v_head_dim, is: [128, 256]}}   # further words for `when`
+ignored: ['rotary_emb\\.inv_freq']  # Hugging Face tensors without content
+copies: [mtp]                 # embedding and head, stored again in each prediction module
+unset: [pad_token_id]         # fields that are written as null
+published: Megatron-Bridge    # whose modules the layers are, where plain Megatron-LM has none: said on import
+written: {pad_token_id: null} # fields that are written so, whatever a reference says: with another value the class
+                              # changes the weights that it loads
+window_turn: 6                # the last of so many layers sees all keys
+
+What a known family nearly is takes less: `like: llama` (the default where `fields` is not a list) takes its rules,
+fields and demands over; `fields` and `rules` replace those of the same name (`FIELD: null`: it has none), `without`
+names rules that are not taken over. With `needs: {multi_latent_attention: false}`, a family like one that has it
+takes the attention of Llama and Qwen in its place: q_proj to o_proj, q_norm and k_norm, head_dim.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +63,13 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from ckpt_tools.errors import CkptError, list_problems
+from ckpt_tools.errors import CkptError, UsageError, list_problems
+from ckpt_tools.formats.untrusted_documents import DocumentError, read_named_file
 from ckpt_tools.megatron.huggingface.config.codecs import Field
 from ckpt_tools.megatron.huggingface.families.family_file import fields_of_pieces, is_whole, read_family
-from ckpt_tools.megatron.huggingface.families.file_places import Problems, parse_rule_source
+from ckpt_tools.megatron.huggingface.families.file_places import Problems, not_one_of, parse_rule_source
 from ckpt_tools.megatron.huggingface.mapping.rules import Family
 
 FOLDER = Path(__file__).parent / "family_files"
@@ -45,27 +104,8 @@ class Families(Mapping[str, Family]):
         return own + [name for name in family_names() if name == model_type or model_type in _types()[name]]
 
 
-class KnownFields:
-    """Fields of the known families, those of pieces first."""
-
-    def like(self, hf: str, setting: str) -> Field | None:
-        """The first field of this name and setting."""
-        return next((one for one in self._named(hf) if one.arg == setting), None)
-
-    def names(self, setting: str) -> set[str]:
-        """The fields that are this setting."""
-        return {one.hf for family in FAMILIES.values() for one in family.fields if one.arg == setting}
-
-    def _named(self, hf: str) -> Iterator[Field]:
-        yield from fields_of_pieces().get(hf, ())
-        for name in family_names():
-            if hf in _text(name):
-                yield from (one for one in FAMILIES[name].fields if one.hf == hf)
-
-
 @cache
 def family_names() -> tuple[str, ...]:
-    """The known families."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
 
 
@@ -96,3 +136,33 @@ def _family(name: str) -> Family:
 
 
 FAMILIES = Families()
+
+
+def known_fields(hf: str | None = None) -> Iterator[Field]:
+    """The fields of the known families; those of one name also from pieces, which come first."""
+    if hf is not None:
+        yield from fields_of_pieces().get(hf, ())
+    for name in family_names():
+        if hf is None or hf in _text(name):
+            yield from (one for one in FAMILIES[name].fields if hf in (None, one.hf))
+
+
+def load_rule_file(path: str | Path) -> Family:
+    try:
+        source = parse_rule_source(read_named_file(Path(path)))
+    except (OSError, DocumentError) as error:
+        raise UsageError(f"{path}: {error}") from error
+    data: Any = source.data
+    like = data.get("like", "llama") if isinstance(data, dict) and not is_whole(data) else None
+    problems, base, family = Problems(), None, None
+    if not isinstance(data, dict):
+        problems.append(f"expected a mapping @ {source.top}")
+    elif isinstance(like, str) and like in FAMILIES:
+        base = FAMILIES[like]
+    elif not is_whole(data):
+        problems.append(f"{not_one_of(like, 'families', FAMILIES)} @ {source.top / 'like'}")
+    if not problems:
+        family = read_family(source, base, known_fields, problems)
+    if problems or family is None:
+        raise UsageError(f"{path}: the rule file cannot be used:\n" + list_problems(problems), problems)
+    return family

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from ckpt_tools.megatron.huggingface.config.codecs import DEFAULTS, FORMS, REQUIRED, Field, plain_read
 from ckpt_tools.megatron.huggingface.config.ledger import arguments
@@ -49,32 +49,21 @@ from ckpt_tools.megatron.huggingface.mapping.rules import (
 FIELD_KEYS = {"setting", "default", "default_by", "form", "wins", "also"}
 KINDS = {"form": "forms", "default_by": "defaults", "wins": "ways to win"}
 WINS = ("either", "reference", "checkpoint")
+# The fields of the known families, of one name or all: a user's field of the same name and setting takes over their
+# form. Files of this package say theirs (None).
+KnownFields: TypeAlias = Callable[[str | None], Iterable[Field]]
 TRANSLATED = {"moe_layers", "sliding_layers", "no_rope_layers", "rope_scaling", "glu_interleave", "params_dtype",
               "moe_router_pre_softmax", "moe_shared_expert_intermediate_size", "activation", "tied"}  # fmt: skip
 
 
-class KnownFields(Protocol):
-    """The fields of the families there are."""
-
-    def like(self, hf: str, setting: str) -> Field | None:
-        """The first field of this name and setting."""
-
-    def names(self, setting: str) -> set[str]:
-        """The fields that are this setting."""
-
-
-@dataclass(frozen=True, slots=True)
-class FieldWords:
-    """What fields may say. Of `known` families, a field of the same name and setting takes its form over; files of
-    this package say theirs.
-    """
-
-    known: KnownFields | None = None
-    settings: tuple[str, ...] = tuple(ModelArgs.__dataclass_fields__)
-
-
 def read_fields(
-    said: Any, base: Iterable[Field], of: str, words: FieldWords, at: Place, problems: Problems
+    said: Any,
+    base: Iterable[Field],
+    of: str,
+    known: KnownFields | None,
+    settings: tuple[str, ...],
+    at: Place,
+    problems: Problems,
 ) -> tuple[tuple[Field, ...], set[str]]:
     """`base` with what a file says of fields, and the names of those that are the file's own.
 
@@ -98,29 +87,29 @@ def read_fields(
             else:
                 found.pop(hf, None)
                 own -= {hf}
-            if setting is not None and (made := _fields_of(str(hf), setting, words, place / hf, problems)):
+            if setting is not None and (
+                made := _fields_of(str(hf), setting, known, settings, place / hf, problems)
+            ):
                 found[hf] = made
                 own |= {hf}
     return tuple(one for fields in found.values() for one in fields), own
 
 
-def with_defaults(fields: tuple[Field, ...], said: Any, at: Place, problems: Problems) -> tuple[Field, ...]:
-    """The fields with what this family's class takes without them, where pieces have another's."""
-    names = {one.hf for one in fields}
-    problems += [
-        f"there is no field {hf!r}{perhaps(hf, names)} @ {at / hf}" for hf in said if hf not in names
-    ]
-    return tuple(replace(one, default=frozen(said[one.hf])) if one.hf in said else one for one in fields)
-
-
-def _fields_of(hf: str, said: Any, words: FieldWords, at: Place, problems: Problems) -> tuple[Field, ...]:
+def _fields_of(
+    hf: str, said: Any, known: KnownFields | None, settings: tuple[str, ...], at: Place, problems: Problems
+) -> tuple[Field, ...]:
     """One field or, from a list, one for each setting that follows from it."""
     parts = said if isinstance(said, list) else [said]
-    made = [_field(hf, one, words, at if said is one else at / i, problems) for i, one in enumerate(parts)]
+    places = [at if said is one else at / i for i, one in enumerate(parts)]
+    made = [
+        _field(hf, one, known, settings, place, problems) for one, place in zip(parts, places, strict=True)
+    ]
     return tuple(one for one in made if one)
 
 
-def _field(hf: str, said: Any, words: FieldWords, at: Place, problems: Problems) -> Field | None:
+def _field(
+    hf: str, said: Any, known: KnownFields | None, settings: tuple[str, ...], at: Place, problems: Problems
+) -> Field | None:
     said = {"setting": said} if isinstance(said, str) else said
     if not isinstance(said, Mapping):
         problems.append(f"expected a setting, a mapping or null, found {said!r} @ {at}")
@@ -128,8 +117,8 @@ def _field(hf: str, said: Any, words: FieldWords, at: Place, problems: Problems)
     before = len(problems)
     unknown_keys(said, FIELD_KEYS, at, problems)
     setting = typed(said, "setting", str, at, problems)
-    if setting not in words.settings:
-        problems.append(f"unknown setting {setting!r}{perhaps(setting, words.settings)} @ {at}")
+    if setting not in settings:
+        problems.append(f"unknown setting {setting!r}{perhaps(setting, settings)} @ {at}")
     form = _one_of(said, "form", {name: one.says for name, one in FORMS.items()}, at, problems)
     default_by = _one_of(
         said, "default_by", {name: first_line(one) for name, one in DEFAULTS.items()}, at, problems
@@ -139,10 +128,10 @@ def _field(hf: str, said: Any, words: FieldWords, at: Place, problems: Problems)
         problems.append(f"default and default_by are two defaults @ {at}")
     if len(problems) > before:
         return None
-    known = None if form or at.source is pieces() else words.known
-    like = None if known is None else known.like(hf, setting)
+    known = None if form or at.source is pieces() else known
+    like = None if known is None else next((one for one in known(hf) if one.arg == setting), None)
     if known is not None and like is None and setting in TRANSLATED:
-        others = ", ".join(sorted(known.names(setting)))
+        others = ", ".join(sorted({one.hf for one in known(None) if one.arg == setting}))
         problems.append(f"{setting} has a form of its own in config.json (`form`); known are {others} @ {at}")
         return None
     made = like or Field(hf, setting)
@@ -159,14 +148,13 @@ def fields_of_pieces() -> dict[str, list[Field]]:
     found: dict[str, list[Field]] = {}
     at, problems = pieces().top / "fields", Problems()
     for parts in pieces().data["fields"].values():
-        for part in parts:
+        for part in parts if isinstance(parts, list) else [parts]:
             for hf, said in part.items() if isinstance(part, Mapping) else ():
-                found.setdefault(hf, []).extend(_fields_of(hf, said, FieldWords(), at, problems))
+                found.setdefault(hf, []).extend(_fields_of(hf, said, None, tuple(SETTINGS), at, problems))
     return found
 
 
 def _one_of(said: Mapping[str, Any], key: str, known: Iterable[str], at: Place, problems: Problems) -> Any:
-    """The text of `key` if it is known, None if there is none."""
     if key not in said:
         return None
     value = said[key]
@@ -208,11 +196,22 @@ def read_family(
     places: dict[tuple[str, str], Place] = {}
     fixed, needs = (_demands(data, kind, top, places, problems) for kind in ("fixed", "needs"))
     settings = (*old.settings, *_settings(data, needs, top / "settings", problems))
-    fields, own = _fields(data, old, needs, FieldWords(known, (*SETTINGS, *settings)), top, problems)
+    fields, own = _fields(data, old, needs, known, (*SETTINGS, *settings), top, problems)
     names = _names(data, top / "names", problems)
     sizes = _dimensions(data, settings, top, problems)
-    conditions = _conditions(data, settings, top, problems)
+    said = typed(data, "conditions", dict, top, problems, default={})
+    conditions = {
+        name: condition
+        for name, value in said.items()
+        if (condition := _condition(name, value, settings, top / "conditions" / name, problems))
+    }
     words = Words(names, (*DIMENSIONS, *old.dimensions, *sizes), (*CONDITIONS, *old.conditions, *conditions))
+    ignored = texts(data.get("ignored", []), top / "ignored", problems)
+    for i, pattern in enumerate(ignored):
+        try:
+            re.compile(pattern)
+        except re.error:
+            problems.append(f"not a regular expression @ {top / 'ignored' / i}")
     carried = {name for one in fields if one not in old.fields for name in (one.hf, one.arg)}
     family = replace(
         old,
@@ -228,7 +227,7 @@ def read_family(
         published=typed(data, "published", str, top, problems, default=old.published),
         plus_one=typed(data, "plus_one", bool, top, problems, default=old.plus_one),
         copies=(*old.copies, *_copies(data, names, top / "copies", problems)),
-        ignored=(*old.ignored, *_ignored(data, top / "ignored", problems)),
+        ignored=(*old.ignored, *ignored),
         window_turn=typed(data, "window_turn", int, top, problems, default=old.window_turn),
         unset=(*old.unset, *texts(data.get("unset", []), top / "unset", problems)),
         written=typed(data, "written", dict, top, problems, default=dict(old.written)),
@@ -329,7 +328,6 @@ def _settings(
 def _dimensions(
     data: Mapping[str, Any], own: tuple[str, ...], top: Place, problems: Problems
 ) -> dict[str, str]:
-    """Names for sizes that are settings."""
     found, at = {}, top / "dimensions"
     for name, setting in typed(data, "dimensions", dict, top, problems, default={}).items():
         size = isinstance(setting, str) and (
@@ -346,21 +344,10 @@ def _dimensions(
     return found
 
 
-def _conditions(
-    data: Mapping[str, Any], own: tuple[str, ...], top: Place, problems: Problems
-) -> dict[str, Condition]:
-    """Words for what a setting is, of the layer where it has a value for each."""
-    said = typed(data, "conditions", dict, top, problems, default={})
-    made = {
-        name: _condition(name, value, own, top / "conditions" / name, problems)
-        for name, value in said.items()
-    }
-    return {name: one for name, one in made.items() if one is not None}
-
-
 def _condition(
     name: str, value: Any, own: tuple[str, ...], at: Place, problems: Problems
 ) -> Condition | None:
+    """What a setting is, of the layer where it has a value for each."""
     said = {"setting": value} if isinstance(value, str) else value
     if not isinstance(said, Mapping):
         problems.append(f"expected a setting or a mapping, found {value!r} @ {at}")
@@ -406,28 +393,28 @@ def _copies(
     return tuple(found)
 
 
-def _ignored(data: Mapping[str, Any], at: Place, problems: Problems) -> tuple[str, ...]:
-    found = texts(data.get("ignored", []), at, problems)
-    for i, pattern in enumerate(found):
-        try:
-            re.compile(pattern)
-        except re.error:
-            problems.append(f"not a regular expression @ {at / i}")
-    return found
-
-
 def _fields(
-    data: Mapping[str, Any], old: Family, needs: Mapping[str, Any], words: FieldWords, top: Place,
-    problems: Problems
+    data: Mapping[str, Any], old: Family, needs: Mapping[str, Any], known: KnownFields | None,
+    settings: tuple[str, ...], top: Place, problems: Problems
 ) -> tuple[tuple[Field, ...], set[str]]:  # fmt: skip
     kept = old.fields
     if _drops_latent_attention(old, needs):
         latent = {one.arg for one in _piece_of_fields("mla")}
         kept = (*(one for one in kept if one.arg not in latent), *_piece_of_fields("head_dim"))
     said = data.get("fields", {})
-    fields, own = read_fields(said, kept, old.name or "this family", words, top / "fields", problems)
+    fields, own = read_fields(
+        said, kept, old.name or "this family", known, settings, top / "fields", problems
+    )
     defaults = typed(data, "defaults", dict, top, problems, default={})
-    return with_defaults(fields, defaults, top / "defaults", problems), own
+    names = {one.hf for one in fields}
+    problems += [
+        f"there is no field {hf!r}{perhaps(hf, names)} @ {top / 'defaults' / hf}"
+        for hf in defaults
+        if hf not in names
+    ]
+    # what this family's class takes without them, where pieces have another's
+    fields = tuple(replace(f, default=frozen(defaults[f.hf])) if f.hf in defaults else f for f in fields)
+    return fields, own
 
 
 def _rules(
@@ -440,7 +427,12 @@ def _rules(
 ) -> tuple[Rule, ...]:
     """The rules of `old` with the file's own, which replace those of the same parameter."""
     without = texts(data.get("without", []), top / "without", problems)
-    taken = _plain_attention(old.rules) if _drops_latent_attention(old, needs) else old.rules
+    taken = old.rules
+    if _drops_latent_attention(old, needs):  # common attention in its place, in prediction modules too
+        latent, plain = _piece_of_rules("mla"), _piece_of_rules("self_attention", "qk_norm")
+        if has_mtp(old.rules):
+            latent, plain = ([*part, *map(in_mtp, part)] for part in (latent, plain))
+        taken = (*(rule for rule in old.rules if rule not in latent), *plain)
     cores = {rule.core for rule in old.rules}
     problems += [
         f"no rule for {core!r} to leave out{perhaps(core, cores)} @ {top / 'without' / i}"
@@ -474,18 +466,10 @@ def _drops_latent_attention(old: Family, needs: Mapping[str, Any]) -> bool:
     return bool(old.needs.get("multi_latent_attention")) and needs.get("multi_latent_attention") is False
 
 
-def _plain_attention(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """The rules with common attention in place of latent attention, in prediction modules too."""
-    latent, plain = _piece_of_rules("mla"), _piece_of_rules("self_attention", "qk_norm")
-    if has_mtp(rules):
-        latent, plain = ([*part, *map(in_mtp, part)] for part in (latent, plain))
-    return (*(rule for rule in rules if rule not in latent), *plain)
-
-
 def _piece_of_rules(*names: str) -> list[Rule]:
     words = Words(Names({}), DIMENSIONS, tuple(CONDITIONS))
     return read_rules(list(names), words, pieces().top / "rules", [])
 
 
 def _piece_of_fields(name: str) -> tuple[Field, ...]:
-    return read_fields([name], (), "", FieldWords(), pieces().top / "fields", [])[0]
+    return read_fields([name], (), "", None, tuple(SETTINGS), pieces().top / "fields", [])[0]

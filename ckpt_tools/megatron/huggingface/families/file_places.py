@@ -48,7 +48,6 @@ class Place:
 
 
 def parse_rule_source(data: bytes | str, name: str = "", *, ours: bool = False) -> RuleSource:
-    """The file as values and lines."""
     return RuleSource(*parse_marked_yaml(data, ours=ours), name)
 
 
@@ -131,7 +130,6 @@ def written_numbers(value: Any, at: Place) -> Iterator[str]:
 
 
 def unknown_keys(data: Mapping[str, Any], known: set[str], at: Place, problems: Problems) -> None:
-    """Every key that is not one of `known`."""
     problems += [f"unknown key{perhaps(key, known)} @ {at / key}" for key in data if key not in known]
 
 

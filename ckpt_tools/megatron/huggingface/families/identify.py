@@ -58,7 +58,6 @@ def detect_family(
 
 
 def family_of_config(config: Mapping[str, Any], families: Mapping[str, Family] = FAMILIES) -> Family:
-    """The family of a config.json."""
     kind = config.get("model_type")
     near = families.that_may_be(str(kind)) if isinstance(families, Families) else families
     for family in map(families.__getitem__, near):
@@ -197,7 +196,6 @@ def told_by(names: set[str], model: ModelArgs | None) -> str:
 
 
 def words_of(names: set[str], model: ModelArgs | None) -> set[str]:
-    """The words that hold for a model."""
     parts = {word for word, part in PARTS.items() if any(part in name for name in names)}
     return parts | {word for word, said in SETTINGS.items() if model is not None and said(model)}
 
@@ -219,11 +217,13 @@ def naming_look_alikes(
     try:
         yield
     except MappingError as error:
-        names = (
-            list(_fitting(parameters, args, model))
-            if asked and args is not None and model is not None
-            else []
-        )
+        if not asked or args is None or model is None:
+            raise
+        names = [
+            family.model_type or family.name
+            for family in FAMILIES.values()
+            if _fits(family, parameters, args, with_own_settings(model, family.settings, args))
+        ]
         if not names:
             raise
         raise MappingError(
@@ -231,12 +231,6 @@ def naming_look_alikes(
             "config.json says which it is",
             error.problems,
         ) from error
-
-
-def _fitting(parameters: Mapping[str, Spec], args: Mapping[str, Any], model: ModelArgs) -> Iterator[str]:
-    for family in FAMILIES.values():
-        if _fits(family, parameters, args, with_own_settings(model, family.settings, args)):
-            yield family.model_type or family.name
 
 
 def _fits(family: Family, parameters: Mapping[str, Spec], args: Mapping[str, Any], model: ModelArgs) -> bool:

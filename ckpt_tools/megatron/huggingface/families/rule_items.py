@@ -28,7 +28,6 @@ NAMED = re.compile(r"<(\w*)>")
 
 @cache
 def pieces() -> RuleSource:
-    """The pieces of this package."""
     path = Path(__file__).with_name("pieces.yaml")
     return parse_rule_source(path.read_bytes(), path.name, ours=True)
 
@@ -36,7 +35,11 @@ def pieces() -> RuleSource:
 def parts_of(
     said: Any, kind: str, at: Place, problems: Problems, inside: tuple[str, ...] = ()
 ) -> Iterator[tuple[Any, Place]]:
-    """The parts of a list, with those of every piece that it names, in order; a mapping is a list of one."""
+    """The parts of a list, with those of every piece that it names, in order; a mapping is a list of one.
+
+    `{when: [...], rules: [...]}` are rules under further conditions. `{module: {core: ..., hf: ...}, tensors: {...}}`
+    are rules of tensors with equal names on both sides and their shapes, in files of this package.
+    """
     if isinstance(said, Mapping):
         yield said, at
         return
@@ -48,7 +51,28 @@ def parts_of(
     known = pieces().data[kind]
     for number, part in enumerate(said):
         place = at / number
-        if not isinstance(part, str):
+        if isinstance(part, Mapping) and "rules" in part:
+            unknown_keys(part, {"when", "rules"}, place, problems)
+            when = texts(part.get("when"), place / "when", problems)
+            for rule, where in parts_of(part["rules"], kind, place / "rules", problems, inside):
+                own = (
+                    texts(rule.get("when", []), where / "when", problems) if isinstance(rule, Mapping) else ()
+                )
+                yield {**rule, "when": [*when, *own]} if isinstance(rule, Mapping) else rule, where
+        elif isinstance(part, Mapping) and "tensors" in part and at.source.name:
+            module, when = part["module"], part.get("when", [])
+            for name, shapes in part["tensors"].items():
+                leaves = shapes.items() if isinstance(shapes, Mapping) else [("", shapes)]
+                for leaf, shape in leaves:
+                    full = f"{name}.{leaf}" if leaf else name
+                    rule = {
+                        "core": module["core"] + full,
+                        "hf": module["hf"] + full,
+                        "shape": shape,
+                        "when": when,
+                    }
+                    yield rule, place
+        elif not isinstance(part, str):
             yield part, place
         elif part not in known:
             problems.append(f"{not_one_of(part, f'pieces of {kind}', list(known))} @ {place}")
@@ -66,7 +90,6 @@ class Names:
         self.used: set[str] = set()
 
     def fill(self, text: str, at: Place, problems: Problems) -> str:
-        """The text with all names replaced."""
 
         def value(match: re.Match[str]) -> str:
             name = match.group(1)
@@ -86,8 +109,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What the texts of a file's rules may say."""
-
     names: Names
     dimensions: tuple[str, ...]
     conditions: tuple[str, ...]
@@ -230,5 +251,4 @@ def in_mtp(rule: Rule, layer: str = "", mtp_layer: str = "") -> Rule:
 
 
 def has_mtp(rules: Iterable[Rule]) -> bool:
-    """Whether there are rules for prediction modules."""
     return any(rule.core.startswith(MTP) for rule in rules)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.megatron.adapters import is_finite_number
 from ckpt_tools.megatron.huggingface.mapping.checks import Spec
-from ckpt_tools.megatron.huggingface.quantization.module_patterns import cheap_pattern
+from ckpt_tools.megatron.huggingface.quantization.quantized import cheap_pattern
 from ckpt_tools.model.catalog import Catalog, Made, TensorEntry, Value, made_entry
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.kernels.low_rank import AddLowRank
@@ -135,7 +135,6 @@ def _any_named(modules: Iterable[str], end: str) -> bool:
 
 
 def read_places(config: Mapping[str, Any]) -> Places:
-    """What adapter_config.json says of places."""
     targets, layers = config.get("target_modules"), config.get("layers_to_transform")
     if isinstance(targets, str) and targets.lower() == _EVERY_LINEAR:
         targets = None
@@ -259,7 +258,6 @@ class WithAdapter:
 
 
 def read_peft_settings(config: Any) -> PeftSettings:
-    """What adapter_config.json says."""
     if not isinstance(config, Mapping):
         raise UnsupportedCheckpointError(f"{ADAPTER_CONFIG} is not an object: {config!r:.40}")
     if config.get("peft_type") != "LORA":
@@ -317,8 +315,6 @@ def _by_pattern(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any
 
 
 class _Matrices(NamedTuple):
-    """A and B of a module as stored."""
-
     a: TensorEntry
     b: TensorEntry
     is_embedding: bool

@@ -29,8 +29,6 @@ _WHOLE_PARTS = ("qkv", "gate_up")
 
 @dataclass(frozen=True, slots=True)
 class PeftTarget:
-    """What a PEFT directory holds."""
-
     tensors: tuple[TargetTensor, ...]
     config: Mapping[str, Any]
     notes: tuple[str, ...] = ()
@@ -91,7 +89,6 @@ def _cores(adapter: Adapter, places: Mapping[str, Any]) -> list[str]:
 
 
 def _linears(adapter: Adapter, pair: Pair, place: int, model: ModelArgs) -> Iterator[_Linear]:
-    """The Hugging Face linears that an adapter becomes."""
     if adapter.base == EMBEDDING or len(pair.shape) != 2:
         raise MappingError("only adapters of linears are written")
     if pair.rule.parts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -38,7 +38,6 @@ class Spec(NamedTuple):
 
 
 def specs_of(tensors: Mapping[str, TensorEntry]) -> dict[str, Spec]:
-    """Type and shape of stored tensors."""
     return {key: Spec(entry.dtype, entry.shape) for key, entry in tensors.items()}
 
 
@@ -130,19 +129,24 @@ def spellings(
     return spelled, [name for name in parameters if name not in used]
 
 
-class Wanted(NamedTuple):
-    """The shape that a tensor is to have, and who says so."""
-
-    shape: Shape
-    whose: str
-
-
-def misfits(tensors: Mapping[str, Spec], wanted: Mapping[str, Wanted]) -> Iterator[str]:
-    """What is missing of the tensors that config.json asks for, and what has another shape."""
-    yield from (f"{name} {list(one.shape)} is missing" for name, one in wanted.items() if name not in tensors)
-    for name, (shape, whose) in wanted.items():
-        if name in tensors and tensors[name].shape != shape:
-            yield f"{name} has shape {list(tensors[name].shape)}, config.json asks{whose} for {list(shape)}"
+def misfits(
+    pairs: Iterable[Pair], tensors: Mapping[str, Spec], prefix: str = ""
+) -> tuple[Set[str], list[str]]:
+    """The names that config.json asks for, without `prefix`; what is missing, and what has another shape."""
+    wanted = {
+        name.removeprefix(prefix): (one.shape, pair.rule.whose)
+        for pair in pairs
+        for name, one in pair.named()
+    }
+    problems = [
+        f"{name} {list(shape)} is missing" for name, (shape, _) in wanted.items() if name not in tensors
+    ]
+    problems += [
+        f"{name} has shape {list(tensors[name].shape)}, config.json asks{whose} for {list(shape)}"
+        for name, (shape, whose) in wanted.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    return wanted.keys(), problems
 
 
 def other_heads(

@@ -177,7 +177,7 @@ def _qkv_gate(shape: Shape, model: ModelArgs) -> Layout:
         first = group * 2 * (queries + 1) * dim
         for part in range(
             2 * queries
-        ):  # all queries, then all gates; in a head's own rows, one behind the other
+        ):  # all queries, then all gates; a head's own rows are one and the other
             side, query = divmod(part, queries)
             row = (2 * (group * queries + query) + side) * dim
             links.append(Link(0, (Narrow(0, first + part * dim, dim),), (Narrow(0, row, dim),)))
@@ -187,45 +187,42 @@ def _qkv_gate(shape: Shape, model: ModelArgs) -> Layout:
     return Layout((q, kv, kv), tuple(links))
 
 
-def _qkv_fused(shape: Shape, model: ModelArgs) -> Layout:
+def _qkv_fused(shape: Shape, model: ModelArgs, turned: bool = False) -> Layout:
     """Rows per query group as the queries, then the keys, then the values of one tensor (Phi-3)."""
     heads, groups, dim = model.num_attention_heads, model.num_query_groups, model.kv_channels
     first = (0, heads * dim, (heads + groups) * dim)
-    links = [
-        Link(0, (Narrow(0, core_row, rows),), (Narrow(0, first[which] + row, rows),))
-        for which, core_row, row, rows in _qkv_rows(model)
-    ]
-    return Layout((HfShape(shape, shape),), tuple(links))
+    return _qkv_in_one(shape, model, lambda which, row: first[which] + row, turned)
+
+
+def _qkv_conv1d(shape: Shape, model: ModelArgs) -> Layout:
+    """Rows per head (q, k, v) as the query, key and value thirds of GPT-2's c_attn, (in, out) if 2-D."""
+    return _qkv_fused(shape, model, turned=True)
 
 
 def _qkv_grouped(shape: Shape, model: ModelArgs) -> Layout:
     """Rows per query group in one tensor, as Megatron has them but for rotary pairs (GPT-NeoX, Persimmon)."""
-    heads, groups, dim = model.num_attention_heads, model.num_query_groups, model.kv_channels
-    queries = heads // groups
+    dim, queries = model.kv_channels, model.num_attention_heads // model.num_query_groups
 
     def grouped(which: int, row: int) -> int:
         head, rest = divmod(row, dim)
         group, place = divmod(head, queries) if which == 0 else (head, queries + which - 1)
         return (group * (queries + 2) + place) * dim + rest
 
+    return _qkv_in_one(shape, model, grouped)
+
+
+def _qkv_in_one(
+    shape: Shape, model: ModelArgs, place: Callable[[int, int], int], turned: bool = False
+) -> Layout:
+    """One tensor in which the row of a query, key or value (0, 1 or 2) is at `place`; `turned`: (in, out) if 2-D."""
+    lead = shape[:0:-1] if turned else ()  # (in,) or ()
+    axis, order = len(lead), (1, 0) if lead else ()
     links = [
-        Link(0, (Narrow(0, core_row, rows),), (Narrow(0, grouped(which, row), rows),))
+        Link(0, (Narrow(0, core_row, rows),), (Narrow(axis, place(which, row), rows),), order)
         for which, core_row, row, rows in _qkv_rows(model)
     ]
-    return Layout((HfShape(shape, shape),), tuple(links))
-
-
-def _qkv_conv1d(shape: Shape, model: ModelArgs) -> Layout:
-    """Rows per head (q, k, v) as the query, key and value thirds of GPT-2's c_attn, (in, out) if 2-D."""
-    lead = shape[:0:-1]
-    turned, axis = (*lead, shape[0]), len(lead)
-    width = shape[0] // 3
-    order = (1, 0) if lead else ()
-    links = [
-        Link(0, (Narrow(0, core_row, rows),), (Narrow(axis, third * width + row, rows),), order)
-        for third, core_row, row, rows in _qkv_rows(model)
-    ]
-    return Layout((HfShape(turned, turned),), tuple(links))
+    stored = shape[::-1] if lead else shape
+    return Layout((HfShape(stored, stored),), tuple(links))
 
 
 def _qkv_rows(model: ModelArgs, pairs: bool = False) -> list[tuple[int, int, int, int]]:
@@ -245,7 +242,8 @@ def _qkv_rows(model: ModelArgs, pairs: bool = False) -> list[tuple[int, int, int
         rows.append((2, first + (queries + 1) * dim, group * dim, dim))
     if model.rotary_interleaved == pairs:
         return rows
-    half = _rotary_pairs(model)
+    # Pairs of rows of a head that are rotated; an odd number of rotated rows has the next one to it.
+    half = ((dim if model.rotary_percent >= 1 else int(dim * model.rotary_percent)) + 1) // 2
 
     def turned(row: int) -> int:
         """The row of the other order that is this rotated row of a head."""
@@ -258,12 +256,6 @@ def _qkv_rows(model: ModelArgs, pairs: bool = False) -> list[tuple[int, int, int
             if 2 * half < dim:  # the rest of the head lies alike
                 found.append((which, core + head + 2 * half, hf + head + 2 * half, dim - 2 * half))
     return found
-
-
-def _rotary_pairs(model: ModelArgs) -> int:
-    """Pairs of rows of a head that are rotated; an odd number of rotated rows has the next one to it."""
-    dim, part = model.kv_channels, model.rotary_percent
-    return ((dim if part >= 1 else int(dim * part)) + 1) // 2
 
 
 LAYOUTS: dict[str, tuple[int, Callable[[Shape, ModelArgs], Layout]]] = {  # with the number of HF tensors
@@ -282,17 +274,8 @@ LAYOUTS: dict[str, tuple[int, Callable[[Shape, ModelArgs], Layout]]] = {  # with
 }
 
 
-def _rows(shapes: Sequence[Shape], model: ModelArgs) -> tuple[Layout, ...]:
+def _rows(shapes: Sequence[Shape], model: ModelArgs, groups: int = 1) -> tuple[Layout, ...]:
     """The rows of each part, one part after the other."""
-    return _in_groups(shapes, 1)
-
-
-def _rows_by_key_head(shapes: Sequence[Shape], model: ModelArgs) -> tuple[Layout, ...]:
-    """The rows of each part that belong to the first key head, then those of the second (Qwen3-Next)."""
-    return _in_groups(shapes, model.linear_num_key_heads)
-
-
-def _in_groups(shapes: Sequence[Shape], groups: int) -> tuple[Layout, ...]:
     uneven = [shape[0] for shape in shapes if shape[0] % groups]
     if uneven:
         raise MappingError(f"{uneven[0]} rows of a projection cannot be those of {groups} key heads")
@@ -306,6 +289,11 @@ def _in_groups(shapes: Sequence[Shape], groups: int) -> tuple[Layout, ...]:
         layouts.append(Layout((HfShape(whole, whole),), tuple(links)))
         first += size
     return tuple(layouts)
+
+
+def _rows_by_key_head(shapes: Sequence[Shape], model: ModelArgs) -> tuple[Layout, ...]:
+    """The rows of each part that belong to the first key head, then those of the second (Qwen3-Next)."""
+    return _rows(shapes, model, model.linear_num_key_heads)
 
 
 # How the parts of one projection, which Megatron stores one by one, lie in one Hugging Face tensor.

@@ -129,17 +129,14 @@ class Family:
 
     @property
     def config_fields(self) -> set[str]:
-        """The fields of config.json that settings are read from and written to."""
         return {one.hf for one in self.fields}
 
 
 def allows(needed: Any, value: Any, same: Callable[[Any, Any], bool] = eq) -> bool:
-    """Whether a value is what a family needs."""
     return any(same(value, one) for one in (needed.values if isinstance(needed, OneOf) else (needed,)))
 
 
 def first_of(needed: Any) -> Any:
-    """The value that a family needs, of several the first."""
     return needed.values[0] if isinstance(needed, OneOf) else needed
 
 
@@ -165,6 +162,9 @@ class Pair:
     def shape(self) -> Shape:
         """The shape of the first parameter, which is that of all but for parts."""
         return self.shapes[0]
+
+    def named(self) -> Iterator[tuple[str, HfShape]]:
+        return zip(self.hf, self.tensors, strict=True)
 
 
 MAMBA_KERNEL = 4  # Megatron's mamba_mixer.py `d_conv`, for which there is no option

@@ -40,7 +40,6 @@ from ckpt_tools.megatron.huggingface.mapping.checks import (
     EMBEDDING,
     HEAD,
     Spec,
-    Wanted,
     import_notes,
     kept_types,
     loading_notes,
@@ -92,14 +91,14 @@ def expected_by_rules(
     family = family_of_config(config, families)
     model = read_config(family, config)
     model = replace(model, padded_vocab_size=model.true_vocab_size)
-    prefix = bare_prefix(family, present) if may_be_bare else Prefix("")
+    prefix = bare_prefix(family, present) if may_be_bare else ""
     model = replace(model, mtp_num_layers=prediction_layers(family, model, present, prefix))
     shapes: dict[str, Shape] = {}
     types: dict[str, str] = {}
     for pair in expand(family, model, present):
-        names = [prefix(name) for name in pair.hf]
-        shapes |= {name: one.shape for name, one in zip(names, pair.tensors, strict=True)}
-        types |= dict.fromkeys(names, pair.rule.dtype) if pair.rule.dtype else {}
+        named = {name.removeprefix(prefix): one.shape for name, one in pair.named()}
+        shapes |= named
+        types |= dict.fromkeys(named, pair.rule.dtype) if pair.rule.dtype else {}
     return Expected(
         shapes,
         "config.json",
@@ -122,23 +121,13 @@ def expected_by_weights(tensors: Mapping[str, Spec], config: Mapping[str, Any]) 
     return Expected(shapes, "the weights beside config.json", superfluous)
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """Translates rule names for a directory saved from a bare model, whose names lack the first segment."""
-
-    dropped: str
-
-    def __call__(self, name: str) -> str:
-        return name.removeprefix(self.dropped) if self.dropped else name
-
-
-def bare_prefix(family: Family, tensors: Iterable[str]) -> Prefix:
-    """What the names of a directory lack that was saved from the model inside of a class with a head."""
+def bare_prefix(family: Family, tensors: Iterable[str]) -> str:
+    """The first segment that the names of a directory lack which was saved from a model without its head, or ""."""
     rules = [rule for rule in family.rules if not rule.core.startswith("mtp.")]  # may stand beside the model
     names = {name for rule in rules for name in rule.hf} - {tensor_of(family, HEAD)}
     first = {name.split(".")[0] + "." for name in names}
     there = {name.split(".")[0] + "." for name in tensors}
-    return Prefix("".join(first) if len(first) == 1 and not first & there else "")
+    return "".join(first) if len(first) == 1 and not first & there else ""
 
 
 def tensor_of(family: Family, core: str) -> str:
@@ -153,37 +142,32 @@ def shared_head(
     family = family_of_config(config, families)
     if not read_config(family, config).tied:
         return None
-    return bare_prefix(family, tensors)(tensor_of(family, EMBEDDING)), tensor_of(family, HEAD)
+    return tensor_of(family, EMBEDDING).removeprefix(bare_prefix(family, tensors)), tensor_of(family, HEAD)
 
 
 def without_content(
-    family: Family, model: ModelArgs, extra: Iterable[str], prefix: Prefix
+    family: Family, model: ModelArgs, extra: Iterable[str], prefix: str
 ) -> tuple[tuple[tuple[str, str], ...], list[str]]:
     """Pairs to prove equal, and all extra tensors that carry nothing of their own."""
-    embedding, head = prefix(tensor_of(family, EMBEDDING)), tensor_of(family, HEAD)
+    embedding, head = tensor_of(family, EMBEDDING).removeprefix(prefix), tensor_of(family, HEAD)
     same = {head: embedding} if model.tied else {}
     for m in range(model.mtp_num_layers):
         for core, name in family.copies:
             original = embedding if core == EMBEDDING or model.tied else head
-            same[prefix(name.replace("{n}", str(model.num_layers + m)))] = original
+            same[name.replace("{n}", str(model.num_layers + m)).removeprefix(prefix)] = original
     extra = sorted(extra)
     equal = tuple((same[name], name) for name in extra if name in same)
     ignored = re.compile("|".join(family.ignored) or "(?!)")
-    return equal, [name for name in extra if name in same or ignored.fullmatch(prefix.dropped + name)]
+    return equal, [name for name in extra if name in same or ignored.fullmatch(prefix + name)]
 
 
-def prediction_layers(family: Family, model: ModelArgs, tensors: Collection[str], prefix: Prefix) -> int:
-    """How many prediction layers (MTP) there are: as many as config.json says, or one where it says nothing.
-
-    None, if the directory has no tensor of them.
-    """
+def prediction_layers(family: Family, model: ModelArgs, tensors: Collection[str], prefix: str) -> int:
+    """How many prediction layers (MTP): as config.json says, or one; 0 if the directory has no tensor of them."""
     said = any(one.arg == "mtp_num_layers" for one in family.fields)
     asked = replace(model, mtp_num_layers=model.mtp_num_layers if said else 1)
     rules = tuple(rule for rule in family.rules if "{m}" in rule.core)
-    names = (
-        prefix(name) for pair in expand(replace(family, rules=rules), asked, tensors) for name in pair.hf
-    )
-    return asked.mtp_num_layers if any(name in tensors for name in names) else 0
+    names = (name for pair in expand(replace(family, rules=rules), asked, tensors) for name in pair.hf)
+    return asked.mtp_num_layers if any(name.removeprefix(prefix) in tensors for name in names) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +188,6 @@ class Exported:
     notes: tuple[str, ...] = ()
 
     def renamed(self, name_of: Callable[[str], str]) -> Exported:
-        """The tensors under other names."""
         return replace(
             self,
             tensors=tuple(replace(one, key=name_of(one.key)) for one in self.tensors),
@@ -269,17 +252,16 @@ def export_targets(
     with naming_look_alikes(told_by_names, parameters, args, model):
         spelled, equal = _whole(family, model, pairs, parameters, reference)
     tensors = [target for pair in pairs for target in export_pair(pair, spelled, parameters, dtype)]
-    shapes = {
-        key: one.shape
-        for pair in pairs
-        for key, one in zip(pair.hf, pair.tensors, strict=True)
-        if one.shape != one.seen
-    }
-    offsets: dict[str, float] = {}
-    for pair in pairs:
-        offsets |= dict.fromkeys(pair.hf, step) if (step := _offset(family, model, pair)) else {}
+    shapes = {key: one.shape for pair in pairs for key, one in pair.named() if one.shape != one.seen}
+    offsets = {key: step for pair in pairs if (step := _offset(family, model, pair)) for key in pair.hf}
     if mtp_copies:
-        tensors += _copies(family, model, tensors)
+        made = {target.sources[0].key: target for target in tensors}
+        tensors += [
+            replace(made[core], key=name.replace("{n}", str(model.num_layers + m)))
+            for m in range(model.mtp_num_layers)
+            for core, name in family.copies
+            if core in made
+        ]
     model = replace(model, params_dtype=bulk_dtype(tensors))
     config = dict.fromkeys(family.unset) | (keep_reference(family, reference) if reference else {})
     config |= write_config(family, model)
@@ -294,9 +276,9 @@ def export_targets(
     types = ((pair.core[0], parameters[spelled[pair.core[0]]].dtype, pair.rule.dtype) for pair in pairs)
     notes = (*notes, *kept_types(types), *semantic_notes(family, model), *shared_notes(family, model))
     notes = (*settings, *notes, *rope_notes(args, model), *loading_notes(family, reference or {}))
-    made = Exported(family, tuple(tensors), config, shapes, offsets, equal, notes)
-    prefix = bare_prefix(family, present) if present else Prefix("")
-    return made.renamed(prefix) if prefix.dropped else made
+    exported = Exported(family, tuple(tensors), config, shapes, offsets, equal, notes)
+    prefix = bare_prefix(family, present) if present else ""
+    return exported.renamed(lambda name: name.removeprefix(prefix)) if prefix else exported
 
 
 def _whole(
@@ -309,7 +291,10 @@ def _whole(
     """How the checkpoint spells what `pairs` take of it, and pairs of names that must hold the same."""
     problems = not_of_family(family, model, reference)
     spelled, unused = spellings(pairs, parameters, problems)
-    equal = _stray_head(model, unused, parameters)
+    equal: tuple[tuple[str, str], ...] = ()
+    if model.tied and HEAD in unused and parameters[HEAD] == parameters[EMBEDDING]:
+        unused.remove(HEAD)  # a stored head of a tied model, once it is proven to be the embedding
+        equal = ((EMBEDDING, HEAD),)
     problems += [f"{name}: no rule of {family.name} has this parameter" for name in unused]
     if problems:
         how = "by config.json" if reference else "by its parameters; --hf-config or --rules can say otherwise"
@@ -360,14 +345,10 @@ def import_targets(
             "config.json names prediction layers (MTP), the files hold none; Megatron's args name none then",
         )
     pairs = expand(family, model, tensors)
-    wanted = {
-        prefix(name): Wanted(shape.shape, pair.rule.whose)
-        for pair in pairs
-        for name, shape in zip(pair.hf, pair.tensors, strict=True)
-    }
-    extra = set(tensors) - set(wanted)
+    wanted, misfitting = misfits(pairs, tensors, prefix)
+    extra = set(tensors) - wanted
     refuse_wrapped(extra, (name for name in wanted if name not in tensors))
-    problems = [*not_of_family(family, model, config), *misfits(tensors, wanted)]
+    problems = [*not_of_family(family, model, config), *misfitting]
     equal, ignored = without_content(family, model, extra, prefix)
     ignored += [name for name in sorted(extra - set(ignored)) if 0 in tensors[name].shape]
     rest = extra - set(ignored)
@@ -387,19 +368,17 @@ def import_targets(
             f"the directory is not a whole {family.name} model:\n" + list_problems(problems), problems
         )
     made = [target for pair in pairs for target in import_pair(model, pair, prefix, tensors, dtype)]
-    notes = (
-        *notes,
-        *kept_types((prefix(p.hf[0]), tensors[prefix(p.hf[0])].dtype, p.rule.dtype) for p in pairs),
-    )
+    firsts = ((pair.hf[0].removeprefix(prefix), pair.rule.dtype) for pair in pairs)
+    notes = (*notes, *kept_types((name, tensors[name].dtype, dtype) for name, dtype in firsts))
     bulk = bulk_dtype(made)
     own = {name for pair in pairs if pair.rule.dtype is not None for name in pair.core}
     notes = (*notes, *wider_types(((one.key, one.dtype) for one in made if one.key not in own), bulk))
     args = megatron_args(replace(model, params_dtype=bulk)) | demanded_args(family)
     shapes = {
-        prefix(name): shape.seen
+        name.removeprefix(prefix): one.seen
         for pair in pairs
-        for name, shape in zip(pair.hf, pair.tensors, strict=True)
-        if shape.seen != shape.shape
+        for name, one in pair.named()
+        if one.seen != one.shape
     }
     offsets = {name: -step for pair in pairs if (step := _offset(family, model, pair)) for name in pair.core}
     return Imported(family, tuple(made), args, shapes, offsets, equal, tuple(ignored), notes)
@@ -413,20 +392,9 @@ def _offset(family: Family, model: ModelArgs, pair: Pair) -> float:
     return 1.0 if model.zero_centered_gamma else -1.0
 
 
-def _stray_head(
-    model: ModelArgs, unused: list[str], parameters: Mapping[str, Spec]
-) -> tuple[tuple[str, str], ...]:
-    """The pair that proves a stored head of a tied model superfluous; the head is taken out of `unused`."""
-    if not model.tied or HEAD not in unused or parameters[HEAD] != parameters[EMBEDDING]:
-        return ()
-    unused.remove(HEAD)
-    return ((EMBEDDING, HEAD),)
-
-
 def export_pair(
     pair: Pair, spelled: Mapping[str, str], parameters: Mapping[str, Spec], dtype: str | None
 ) -> list[TargetTensor]:
-    """The Hugging Face tensors of a pair."""
     stored = {parameters[spelled[name]].dtype for name in pair.core}
     if len(stored) > 1:
         raise MappingError(
@@ -440,19 +408,18 @@ def export_pair(
     chosen = pair.rule.dtype or dtype or stored.pop()
     return [
         TargetTensor(key, chosen, shape.seen, tuple(found))
-        for key, shape, found in zip(pair.hf, pair.tensors, sources, strict=True)
+        for (key, shape), found in zip(pair.named(), sources, strict=True)
     ]
 
 
 def import_pair(
     model: ModelArgs,
     pair: Pair,
-    prefix: Prefix,
+    prefix: str,
     tensors: Mapping[str, Spec],
     dtype: str | None,
 ) -> Iterable[TargetTensor]:
-    """The Megatron parameters of a pair."""
-    hf = [prefix(name) for name in pair.hf]
+    hf = [name.removeprefix(prefix) for name in pair.hf]
     stored = {tensors[name].dtype for name in hf}
     if len(stored) > 1:
         raise MappingError(f"{' and '.join(hf)} become one parameter, but are {' and '.join(sorted(stored))}")
@@ -464,16 +431,6 @@ def import_pair(
             tuple(Source(hf[link.hf], link.to_core(shape)) for link in layout.links),
             zero_filled=pair.rule.layout == "vocab" and shape[0] > model.true_vocab_size,
         )
-
-
-def _copies(family: Family, model: ModelArgs, tensors: Iterable[TargetTensor]) -> list[TargetTensor]:
-    made = {target.sources[0].key: target for target in tensors}
-    return [
-        replace(made[core], key=name.replace("{n}", str(model.num_layers + m)))
-        for m in range(model.mtp_num_layers)
-        for core, name in family.copies
-        if core in made
-    ]
 
 
 def bulk_dtype(tensors: Iterable[TargetTensor | Spec]) -> str:

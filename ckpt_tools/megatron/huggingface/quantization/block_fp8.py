@@ -36,8 +36,6 @@ _NEVER = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class BlockFp8:
-    """How a model is quantized."""
-
     block: tuple[int, int] = BLOCK
     powers: bool = False  # scales are powers of two (`scale_fmt` ue8m0)
 

@@ -20,12 +20,11 @@ from typing import Any, NamedTuple
 from ckpt_tools.errors import MappingError, list_problems
 from ckpt_tools.megatron.huggingface.config.megatron_args import as_text, flat_args
 from ckpt_tools.megatron.huggingface.families.families import FAMILIES, Families
-from ckpt_tools.megatron.huggingface.mapping.checks import EMBEDDING, Spec, Wanted, misfits, spellings
+from ckpt_tools.megatron.huggingface.mapping.checks import EMBEDDING, Spec, misfits, spellings
 from ckpt_tools.megatron.huggingface.mapping.rules import SMALLEST, Family
 from ckpt_tools.megatron.huggingface.mapping.targets import (
     Exported,
     Imported,
-    Prefix,
     export_pair,
     import_pair,
 )
@@ -47,8 +46,6 @@ DTYPES = ("torch_dtype", "dtype")
 
 
 class Spelling(NamedTuple):
-    """How a directory names the language model's tensors."""
-
     prefix: str  # before `layers.`; `model.` in a language model of its own
     head: str
 
@@ -75,7 +72,6 @@ class Tower:
     by_rows: bool = False
 
     def name_of(self, name: str) -> str:
-        """What the directory calls a tensor of the language model."""
         if name == HEAD:
             return self.spelling.head
         return self.spelling.prefix + name.removeprefix("model.")
@@ -90,7 +86,6 @@ class Tower:
 
 
 def vision_language_of(config: Mapping[str, Any]) -> VisionLanguage:
-    """The kind of vision-language model that config.json describes."""
     kind = config.get(TYPE)
     if kind not in vision_language_types():
         raise MappingError(
@@ -116,7 +111,11 @@ def language_tower(config: Mapping[str, Any], tensors: Mapping[str, Spec], tied:
             f"{text.get(TYPE)!r}"
         )
     spelling = _spelling(tensors, wrapper)
-    names = {_bare(name, spelling): name for name in tensors if _is_inside(name, spelling, wrapper)}
+    names = {
+        HEAD if name == spelling.head else "model." + name.removeprefix(spelling.prefix): name
+        for name in tensors
+        if _is_inside(name, spelling, wrapper)
+    }
     rest = [name for name in tensors if not _is_inside(name, spelling, wrapper)]
     strange = [name for name in rest if not _is_of(name, wrapper)]
     if strange:
@@ -132,7 +131,11 @@ def language_tower(config: Mapping[str, Any], tensors: Mapping[str, Spec], tied:
     by_rows = text[TYPE] == EXPERTS_OF and _is_by_rows(
         text, {name: tensors[own] for name, own in names.items()}
     )
-    return Tower(_with_plain_rope(text), spelling, names, tuple(rest), by_rows)
+    for name in ROPES:  # the rotary embedding that text alone has
+        if isinstance(text.get(name), Mapping):
+            kept = {key: value for key, value in text[name].items() if key not in MROPE}
+            text[name] = {key: "default" if value == "mrope" else value for key, value in kept.items()}
+    return Tower(text, spelling, names, tuple(rest), by_rows)
 
 
 def absent_modules(config: Mapping[str, Any], tower: Tower) -> tuple[str, ...]:
@@ -159,7 +162,6 @@ def mrope_section(config: Mapping[str, Any]) -> Any:
 
 
 def mrope_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """What an import says of multimodal positions."""
     section = mrope_section(config)
     if section is None:
         return ()
@@ -211,16 +213,6 @@ def _text(config: Mapping[str, Any], wrapper: VisionLanguage) -> dict[str, Any]:
     return found
 
 
-def _with_plain_rope(text: dict[str, Any]) -> dict[str, Any]:
-    """The config.json with the rotary embedding that text alone has."""
-    for name in ROPES:
-        rope = text.get(name)
-        if isinstance(rope, Mapping):
-            kept = {key: value for key, value in rope.items() if key not in MROPE}
-            text[name] = {key: "default" if value == "mrope" else value for key, value in kept.items()}
-    return text
-
-
 def _spelling(tensors: Mapping[str, Spec], wrapper: VisionLanguage) -> Spelling:
     for one in SPELLINGS:
         if not tensors and one.prefix == wrapper.spelling:
@@ -245,10 +237,6 @@ def _is_inside(name: str, spelling: Spelling, wrapper: VisionLanguage) -> bool:
     return name == spelling.head or (name.startswith(spelling.prefix) and not _is_of(name, wrapper))
 
 
-def _bare(name: str, spelling: Spelling) -> str:
-    return HEAD if name == spelling.head else "model." + name.removeprefix(spelling.prefix)
-
-
 def _is_tied(config: Mapping[str, Any], text: Mapping[str, Any], has_head: bool) -> bool | None:
     """Whether the head is the embedding; None: as the class of the language model has it.
 
@@ -256,7 +244,7 @@ def _is_tied(config: Mapping[str, Any], text: Mapping[str, Any], has_head: bool)
     contradict what holds. So a stored head stays one unless nothing denies that it is shared. Without a head, a model
     shares it where one place says so.
     """
-    outer, inner = _said(config, text)
+    outer, inner = config.get(TIED), text.get(TIED) if config.get(TEXT) else None
     if has_head:
         return True in (outer, inner) and False not in (outer, inner)
     if outer is False and inner is True:
@@ -267,14 +255,9 @@ def _is_tied(config: Mapping[str, Any], text: Mapping[str, Any], has_head: bool)
     return True if True in (outer, inner) else False if False in (outer, inner) else None
 
 
-def _said(config: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[Any, Any]:
-    """`tie_word_embeddings` outside of text_config, and inside; None where it is not said."""
-    return config.get(TIED), text.get(TIED) if config.get(TEXT) else None
-
-
 def _as_stored(config: Mapping[str, Any], text: Mapping[str, Any], tied: bool) -> bool:
     """`tied`, which the checkpoint tells."""
-    outer, inner = _said(config, text)
+    outer, inner = config.get(TIED), text.get(TIED) if config.get(TEXT) else None
     said = inner if outer is None else outer
     if said is not None and bool(said) != tied:
         raise MappingError(
@@ -312,7 +295,6 @@ def record_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recorded_config(settings: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The whole config.json that a run records, if it does."""
     return _configuration(flat_args(settings or {}).get(RECORD))
 
 
@@ -407,17 +389,12 @@ def imported_whole(
     """
     kind = known_to_bridge(config)
     pairs = tower_pairs(kind, config, tower.config, tower.others)
-    wanted = {
-        name: Wanted(shape.shape, pair.rule.whose)
-        for pair in pairs
-        for name, shape in zip(pair.hf, pair.tensors, strict=True)
-    }
     there = {name: tensors[name] for name in tower.others}
-    problems = [*misfits(there, wanted)]
+    wanted, problems = misfits(pairs, there)
     problems += [f"{name}: no rule of {kind.name} has this tensor" for name in there if name not in wanted]
     _refuse(problems, f"the directory is not a whole {kind.name} model")
     positions, notes = _positions(config, imported.args)
-    made = [target for pair in pairs for target in import_pair(SMALLEST, pair, Prefix(""), there, dtype)]
+    made = [target for pair in pairs for target in import_pair(SMALLEST, pair, "", there, dtype)]
     language = [replace(target, key=LANGUAGE + target.key) for target in imported.tensors]
     return replace(
         imported,
@@ -430,7 +407,6 @@ def imported_whole(
 
 
 def known_to_bridge(config: Mapping[str, Any]) -> VisionLanguage:
-    """The kind of model that config.json describes."""
     kind = vision_language_of(config)
     if not kind.rules:
         raise MappingError(

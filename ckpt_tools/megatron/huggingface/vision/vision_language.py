@@ -10,14 +10,14 @@ A file of `model_files` for each, by its model_type::
     spelling: model.language_model.   # before `layers.` in the released files
     flat: true                    # config.json may have no text_config, its fields beside those of the towers
     defaults: {hidden_size: 64}   # what the class of text_config takes for fields that the released files leave out
-    vision: {depth: 2, heads: 4}  # the same of vision_config, `whole` of config.json itself
+    vision: {depth: 2}            # the same of vision_config, `whole` of config.json itself: the fields named below
     names: {visual: [visual., model.visual.]}  # what `<visual>` in `hf` stands for: the released files' first
     core_names: {tower: [tower.model., tower.]}  # the same in `core`: Megatron-Bridge's first
     sizes: {ffn: intermediate_size, qkv: [3, hidden_size]}  # of vision_config, or `language.` or `whole.` of the
                                   # others: a field, a number, `A // B`, or the product of several
     layers: {l: depth}            # how often rules with {l} are repeated: a field that is a number or a list
     conditions: {head: vision_use_head}  # words for `when`: fields that are true
-    rules:                        # those of a rule file (rulefile.py), and whole modules of the same tensors
+    rules:                        # those of a rule file (families.py), and whole modules of the same tensors
       - module: {core: visual., hf: <visual>}
         tensors: {'blocks.{l}.norm.weight': [ffn], 'blocks.{l}.proj': {weight: [ffn, ffn], bias: [ffn]}}
     like: mymodel2_vl             # takes over what is not said
@@ -27,7 +27,7 @@ Without rules no program is known that trains all of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
@@ -67,13 +67,11 @@ class VisionLanguage:
 
 @cache
 def vision_language_types() -> tuple[str, ...]:
-    """The model types that are known."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
 
 
 @cache
 def vision_language(model_type: str) -> VisionLanguage:
-    """The model of a known type."""
     source = _source(model_type)
     data = _whole(source)
     core, names = ({k: tuple(v) for k, v in data.get(key, {}).items()} for key in ("core_names", "names"))
@@ -84,7 +82,7 @@ def vision_language(model_type: str) -> VisionLanguage:
         tuple(data.get("conditions", {})),
         frozenset(data.get("layers", {})),
     )
-    rules = read_rules(list(_items(data.get("rules", []))), words, source.top / "rules", problems)
+    rules = read_rules(data.get("rules", []), words, source.top / "rules", problems)
     if problems:
         raise CkptError(f"{FOLDER / model_type}.yaml:\n{list_problems(problems)}", problems)
     return VisionLanguage(
@@ -101,7 +99,18 @@ def vision_language(model_type: str) -> VisionLanguage:
         data.get("sizes", {}),
         data.get("layers", {}),
         data.get("conditions", {}),
-        tuple(replace(rule, also=_others(rule.core, core.values())) for rule in rules),
+        tuple(
+            replace(
+                rule,
+                also=tuple(
+                    other + rule.core.removeprefix(first)
+                    for first, *others in core.values()
+                    if rule.core.startswith(first)
+                    for other in others
+                ),
+            )
+            for rule in rules
+        ),
     )
 
 
@@ -114,30 +123,6 @@ def _whole(source: RuleSource) -> dict[str, Any]:
     """What a file says, with what it takes over."""
     data: dict[str, Any] = source.data
     return data if "like" not in data else _whole(_source(data["like"])) | data
-
-
-def _items(said: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Rules, those of modules one by one."""
-    for item in said:
-        if "module" not in item:
-            yield item
-            continue
-        module, when = item["module"], item.get("when", [])
-        for leaf, shapes in item["tensors"].items():
-            inside = shapes.items() if isinstance(shapes, Mapping) else [("", shapes)]
-            for end, shape in inside:
-                name = f"{leaf}.{end}" if end else leaf
-                yield {"core": module["core"] + name, "hf": module["hf"] + name, "shape": shape, "when": when}
-
-
-def _others(name: str, spellings: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """The further spellings of a name."""
-    return tuple(
-        other + name.removeprefix(first)
-        for first, *others in spellings
-        if name.startswith(first)
-        for other in others
-    )
 
 
 def tower_pairs(
@@ -158,29 +143,24 @@ def tower_pairs(
     )
     sizes = {name: fields.size(said) for name, said in kind.sizes.items()}
     counts = {letter: fields.count(said) for letter, said in kind.layers.items()}
-    spelled = _spelled_in(kind, frozenset(present))
+    keys = tuple(present)
+    spelled = {  # how the directory spells each name, by the released spelling
+        group[0]: next((one for one in group if any(key.startswith(one) for key in keys)), group[0])
+        for group in kind.spelled
+    }
+
+    def respelled(name: str) -> str:
+        first = next((one for one in spelled if name.startswith(one)), "")
+        return spelled.get(first, "") + name.removeprefix(first)
+
     found: list[Pair] = []
     for rule in kind.rules:
         if all(fields.value(kind.conditions[word]) for word in rule.when):
-            own = replace(rule, hf=tuple(_respelled(name, spelled) for name in rule.hf))
+            own = replace(rule, hf=tuple(map(respelled, rule.hf)))
             letters = [letter for letter in counts if f"{{{letter}}}" in rule.core]
             numbers = [{letter: n} for letter in letters for n in range(counts[letter])] if letters else [{}]
             found += [pair for one in numbers for pair in pairs_of(own, one, SMALLEST, sizes, frozenset())]
     return found
-
-
-def _spelled_in(kind: VisionLanguage, present: frozenset[str]) -> dict[str, str]:
-    """How a directory spells each name, by the released spelling."""
-    return {
-        group[0]: next((one for one in group if any(key.startswith(one) for key in present)), group[0])
-        for group in kind.spelled
-    }
-
-
-def _respelled(name: str, spelled: Mapping[str, str]) -> str:
-    return next(
-        (own + name.removeprefix(first) for first, own in spelled.items() if name.startswith(first)), name
-    )
 
 
 class Fields:

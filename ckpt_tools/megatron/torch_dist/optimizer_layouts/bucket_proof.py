@@ -3,46 +3,53 @@
 A master rounds to its stored weight bit for bit, because a checkpoint is saved between optimizer steps.
 Candidates are found by a few sampled elements, look-alikes are told apart by order (`bucket_order`), and then
 every element of every assigned stretch is compared, tile by tile. Whatever remains unproven is refused by
-name. Masters that do not round, remainders and those of FP8 weights, are placed by position (`bucket_positions`).
+name. Masters that do not round, remainders and those of FP8 weights, are placed by position (`place_by_position`).
 """
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from ckpt_tools.cores import usable_cores
-from ckpt_tools.errors import VerificationError, list_problems
+from ckpt_tools.errors import UnsupportedCheckpointError, VerificationError, raise_if
+from ckpt_tools.formats.storage.files import Files
+from ckpt_tools.formats.torch_archive.item_reader import find_tensor
+from ckpt_tools.formats.torch_archive.tensor_template import usual_item
 from ckpt_tools.megatron.keys import layer_of
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_content import (
-    PieceIndex,
-    Reader,
-    round_bits,
-    tiles,
-    windows,
-)
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_order import (
     Convention,
     LookAlikes,
+    Stretch,
     conventions,
     first_out_of_order,
+    needs_position,
+    place_by_position,
     registration_rank,
     settle,
 )
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_positions import (
-    Stretch,
-    needs_position,
-    place_by_position,
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import (
+    ALIGNMENT,
+    FP8,
+    Bucket,
+    Buffer,
+    Flat,
+    Piece,
+    aligned,
 )
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import ALIGNMENT, FP8, Bucket, Buffer, Piece
+from ckpt_tools.model.catalog import Chunk
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.kernels.fp8_weights import merged, survey, too_far
 from ckpt_tools.model.roles import MASTER
 
 if TYPE_CHECKING:
-    from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_content import Bits
+    import numpy.typing as npt
+
+    Bits = npt.NDArray[Any]  # unsigned integers of the size of the element type
 
 ADVICE = (
     "Nothing was converted, because a wrong optimizer state would not be noticed in training. "
@@ -51,6 +58,10 @@ ADVICE = (
 )
 _MOST_THREADS = 8  # more hold each other up
 _PART_TILES = 32  # compared by one thread in a row
+TILE = 1 << 18  # elements compared at a time: what that takes stays in the cache
+SAMPLE = 64  # elements in each of the three windows of a fingerprint
+
+Fingerprint = tuple[bytes, ...]
 
 
 Job = TypeVar("Job")
@@ -69,7 +80,6 @@ class Share(Protocol):
 
 
 def by_threads(work: Callable[[Job], Result], jobs: Sequence[Job], sizes: Sequence[int]) -> list[Result]:
-    """By threads of this process."""
     del sizes
     with ThreadPoolExecutor(min(usable_cores(), _MOST_THREADS)) as pool:
         return list(pool.map(work, jobs))
@@ -104,7 +114,11 @@ def find_stretches(
         walked.append((buffer, found))
     seen = {s.alike for _, slots in walked for s in slots}
     unseen_parts = _half_found(pieces, (p for alike in seen for p in alike.members))
-    by_content = _assign(walked, _conventions(pieces), problems)
+    names = {p.name for p in pieces}
+    own_output = any(name.endswith("output_layer.weight") for name in names)
+    # a second copy of the embedding can be the output layer's, or serve the MTP layers
+    tried = conventions(shared_embedding=not own_output or any("mtp." in name for name in names))
+    by_content = _assign(walked, tried, problems)
     placed = {stretch.piece for stretch in by_content}
     left = [piece for piece in pieces if piece not in placed]
     by_place = place_by_position(buffers, encoded, left, problems, lambda s: _fp8_mismatch(s, reader) is None)
@@ -119,20 +133,10 @@ def find_stretches(
             problems += filter(None, share(lambda s: _fp8_mismatch(s, reader), of_fp8, sizes))
         problems += _differing_copies(stretches, reader)
     if problems:
-        all_of_them = dict.fromkeys([*problems, *unseen_parts])
-        lines = list_problems(all_of_them)
-        raise VerificationError(
-            f"the optimizer state cannot be assigned to the weights beyond doubt:\n{lines}\n{ADVICE}",
-            all_of_them,
-        )
+        problems = list(dict.fromkeys([*problems, *unseen_parts]))
+    what = "the optimizer state cannot be assigned to the weights beyond doubt"
+    raise_if(problems, VerificationError, what, ADVICE)
     return stretches
-
-
-def _conventions(pieces: Sequence[Piece]) -> tuple[Convention, ...]:
-    """All conventions; a second copy of the embedding can stand for the output layer or serve the MTP layers."""
-    names = {p.name for p in pieces}
-    own_output = any(name.endswith("output_layer.weight") for name in names)
-    return conventions(shared_embedding=not own_output or any("mtp." in name for name in names))
 
 
 def _walk(bucket: Bucket, index: PieceIndex, reader: Reader, problems: list[str]) -> list[_Slot]:
@@ -150,7 +154,7 @@ def _walk(bucket: Bucket, index: PieceIndex, reader: Reader, problems: list[str]
                 at, before = stop, alike
                 break
         else:
-            padded = _align(at)
+            padded = aligned(at)
             if at % ALIGNMENT and {at, padded} <= bounds and padded < bucket.numel:
                 at, before = padded, None
                 continue
@@ -168,7 +172,7 @@ def _walk_coalesced(bucket: Bucket, index: PieceIndex, reader: Reader, problems:
     slots: list[_Slot] = []
     at, base, before = 0, 0, None
     while at < bucket.numel:
-        padded = base + _align(at - base)
+        padded = base + aligned(at - base)
         here = list(index.matches(bucket, at, reader))
         alike = next((a for a in here if padded == at or index.continues(before, a)), None)
         if alike is None and at < padded < bucket.numel:
@@ -185,10 +189,6 @@ def _walk_coalesced(bucket: Bucket, index: PieceIndex, reader: Reader, problems:
         slots.append(_Slot(bucket, at, alike))
         at, before = at + alike.numel, alike
     return slots
-
-
-def _align(at: int) -> int:
-    return -(-at // ALIGNMENT) * ALIGNMENT
 
 
 def _assign(
@@ -256,7 +256,6 @@ def _shards_by_rank(
 
 
 def _minority(slices: Mapping[tuple[str, tuple[int, ...]], set[int]]) -> set[str]:
-    """The slices whose shards are the rarest."""
     counts = Counter(frozenset(indices) for indices in slices.values())
     rarest = min(counts, key=lambda indices: counts[indices])
     return {f"{key} {list(lead)}" for (key, lead), indices in slices.items() if indices == rarest}
@@ -270,17 +269,17 @@ def _why_unsettled(slots: Sequence[_Slot], tried: Sequence[Convention]) -> str:
     if None not in wrong:
         i = max(w for w in wrong if w is not None)
         first, second = (s.alike.members[0].label for s in certain[i - 1 : i + 1])
-        return f"{where}: {first} stands before {second}, against the order of registration"
+        return f"{where}: {first} is before {second}, against the order of registration"
     alike = max((s.alike for s in slots), key=lambda a: len(a.members))
     names = ", ".join(sorted(p.label for p in alike.members)[:4])
     return f"{where}: {len(alike.members)} weights have equal elements and the order leaves a choice: {names}, ..."
 
 
 def _repeated(slots: Sequence[_Slot], found: Sequence[Piece]) -> list[str]:
-    """One line per piece that stands twice in one buffer."""
+    """One line per piece that is twice in one buffer."""
     seen: dict[Piece, _Slot] = {}
     return [
-        f"{slot.bucket.name}: {piece.label} stands at element {slot.start} and again in {seen[piece].bucket.name} "
+        f"{slot.bucket.name}: {piece.label} is at element {slot.start} and again in {seen[piece].bucket.name} "
         f"at {seen[piece].start}"
         for slot, piece in zip(slots, found, strict=True)
         if seen.setdefault(piece, slot) is not slot
@@ -314,7 +313,6 @@ def _mismatches(stretches: Sequence[Stretch], reader: Reader, sample_only: bool,
 
 
 def _width(stretch: Stretch) -> int:
-    """Bytes of a master and of its weight."""
     return itemsize(stretch.bucket.states[MASTER].entry.dtype) + itemsize(stretch.piece.dtype)
 
 
@@ -371,3 +369,129 @@ def _differing_copies(stretches: Iterable[Stretch], reader: Reader) -> list[str]
                         )
                         break
     return problems
+
+
+# ---- elements of weights and buckets, a few at a time, as bit patterns
+
+
+class Reader:
+    """Elements of chunks and buckets, as bit patterns of their type. Finds each chunk's payload once."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._payload_offset = lru_cache(maxsize=1 << 16)(self._find_payload)
+
+    def chunk(self, chunk: Chunk, dtype: str, start: int, count: int) -> Bits:
+        """`count` elements from element `start` of a chunk's row-major payload."""
+        import numpy as np
+
+        size = itemsize(dtype)
+        bits = np.empty(count, f"<u{size}")
+        offset = self._payload_offset(chunk, dtype) + start * size
+        self._files.read_into(chunk.item.file, offset, bits.view(np.uint8).data)
+        return bits
+
+    def flat(self, flat: Flat, start: int, count: int) -> Bits:
+        """`count` elements from element `start` of a bucket's state."""
+        import numpy as np
+
+        parts: list[Bits] = []
+        at = bisect.bisect_right(flat.chunks, start, key=lambda run: run[0]) - 1
+        while count > 0:
+            first, chunk = flat.chunks[at]
+            take = min(count, first + chunk.box.volume - start)
+            parts.append(self.chunk(chunk, flat.entry.dtype, start - first, take))
+            start, count, at = start + take, count - take, at + 1
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _find_payload(self, chunk: Chunk, dtype: str) -> int:
+        if chunk.item.bare:
+            return chunk.item.offset
+        usual = usual_item(self._files, chunk.item, dtype, chunk.box.size)
+        if usual is not None:
+            return usual.start
+        tensor = find_tensor(self._files, chunk.item)
+        if tensor.dtype != dtype or tensor.shape != chunk.box.size or not tensor.is_row_major:
+            raise UnsupportedCheckpointError(
+                f"{chunk.item.file} at byte {chunk.item.offset}: expected a row-major {dtype} tensor of shape "
+                f"{chunk.box.size}, found {tensor.dtype} {tensor.shape} with strides {tensor.strides}"
+            )
+        return tensor.payload_offset
+
+
+def round_bits(bits: Bits, dtype: str, to: str) -> Bits:
+    """fp32 bit patterns rounded to nearest even, as bit patterns of `to`."""
+    import numpy as np
+
+    if dtype == to:
+        return bits
+    if dtype == "float32" and to == "bfloat16":
+        rounded: Bits = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        rounded[np.isnan(bits.view("<f4"))] = 0x7FC0
+        return rounded.astype("<u2")
+    if dtype == "float32" and to == "float16":
+        with np.errstate(over="ignore"):
+            half: Bits = bits.view("<f4").astype("<f2")
+        return half.view("<u2")
+    raise UnsupportedCheckpointError(f"masters of type {dtype} for weights of type {to} are not supported")
+
+
+class PieceIndex:
+    """Every weight shard by what a few of its elements look like."""
+
+    def __init__(self, pieces: Iterable[Piece], reader: Reader) -> None:
+        grouped: dict[tuple[str, int, Fingerprint], list[Piece]] = {}
+        self.families: dict[tuple[str, int | None], int] = {}
+        for piece in pieces:
+            sample = tuple(
+                reader.chunk(piece.chunk, piece.dtype, piece.first + a, n).tobytes()
+                for a, n in windows(piece.numel)
+            )
+            grouped.setdefault((piece.dtype, piece.numel, sample), []).append(piece)
+            self.families[piece.family] = self.families.get(piece.family, 0) + 1
+        self._by_head: dict[tuple[str, bytes], list[tuple[int, Fingerprint, LookAlikes]]] = {}
+        for (dtype, numel, sample), members in grouped.items():
+            entry = (numel, sample, LookAlikes(tuple(members)))
+            self._by_head.setdefault((dtype, sample[0]), []).append(entry)
+        self._heads: dict[str, set[int]] = {}  # lengths in bytes
+        for dtype, head in self._by_head:
+            self._heads.setdefault(dtype, set()).add(len(head))
+
+    def matches(self, bucket: Bucket, start: int, reader: Reader) -> Iterator[LookAlikes]:
+        """Look-alikes whose samples agree with what the bucket has from element `start` on; longest first."""
+        dtype, master = bucket.param_dtype, bucket.states[MASTER]
+
+        def rounded(at: int, count: int) -> bytes:
+            bits = reader.flat(master, start + at, count)
+            return round_bits(bits, master.entry.dtype, dtype).tobytes()
+
+        head = rounded(0, min(SAMPLE, bucket.numel - start))
+        found = [e for n in self._heads.get(dtype, ()) for e in self._by_head.get((dtype, head[:n]), ())]
+        for numel, sample, alike in sorted(found, key=lambda entry: -entry[0]):
+            if start + numel <= bucket.numel and all(
+                rounded(a, n) == expected
+                for (a, n), expected in zip(windows(numel)[1:], sample[1:], strict=True)
+            ):
+                yield alike
+
+    def continues(self, before: LookAlikes | None, after: LookAlikes) -> bool:
+        """Whether both can be parts of one live parameter."""
+        return before is not None and bool(
+            {p.family for p in before.members} & {p.family for p in after.members}
+        )
+
+    def can_continue(self, alike: LookAlikes) -> bool:
+        """Whether anything could follow inside the same live parameter."""
+        return any(self.families[p.family] > 1 for p in alike.members)
+
+
+def windows(numel: int) -> list[tuple[int, int]]:
+    """(start, count) of up to three samples of a tensor: head, middle, tail."""
+    if numel <= SAMPLE:
+        return [(0, numel)]
+    return [(0, SAMPLE), ((numel - SAMPLE) // 2, SAMPLE), (numel - SAMPLE, SAMPLE)]
+
+
+def tiles(numel: int) -> list[tuple[int, int]]:
+    """(start, count) of consecutive stretches that cover a tensor."""
+    return [(a, min(TILE, numel - a)) for a in range(0, numel, TILE)]

@@ -1,4 +1,4 @@
-"""Flat optimizer buckets and the weight shards that can stand in them: what metadata alone can say.
+"""Flat optimizer buckets and the weight shards that can be in them: what metadata alone can say.
 
 `dp_reshardable` (default since core 0.15), `fully_sharded_bucket_space` and `dp_zero_gather_scatter` (up to
 0.14) store states as Megatron's buffers hold them. A buffer belongs to one rank of the model-parallel group
@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, list_problems
+from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, raise_if
 from ckpt_tools.megatron.keys import bucket_key, canonical_kind, is_optimizer_key, split_projection
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import are_remainders, refuse_encoded
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import are_remainders, refuse_encoded
 from ckpt_tools.megatron.torch_dist.stacking import slices_of
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog, Chunk, TensorEntry
@@ -25,6 +25,11 @@ from ckpt_tools.model.views import Defragment, View
 
 FP8 = "uint8"  # the `param_dtype` of primary weights in FP8 (--fp8-param-gather)
 ALIGNMENT = 64  # elements; where parameters start inside a bucket
+
+
+def aligned(at: int) -> int:
+    """The first element from `at` on where a parameter can start."""
+    return -(-at // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +136,7 @@ def find_buffers(catalog: Catalog, numels: Mapping[tuple[int, int], Any]) -> tup
         buffers.append(Buffer(chain, group, gbuf, buckets))
     lost = {where for where in numels if not any(where == (c, g) for c, g, _ in found)}
     problems += [f"chain {c}, dp_group_idx_{g}: none of its buckets is there" for c, g in sorted(lost)]
-    if problems:
-        raise CorruptCheckpointError(
-            f"the optimizer buckets are not whole:\n{list_problems(problems)}", problems
-        )
+    raise_if(problems, CorruptCheckpointError, "the optimizer buckets are not whole")
     return tuple(buffers)
 
 

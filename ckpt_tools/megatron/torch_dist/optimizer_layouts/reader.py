@@ -11,9 +11,13 @@ from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.torch_archive.item_reader import TensorBytes, load_object, outline_object
 from ckpt_tools.megatron.keys import bucket_key, bucket_object, canonical_kind, state_key
 from ckpt_tools.megatron.run_state.common_state import CommonState
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_content import Reader
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_positions import Stretch
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import Share, by_threads, find_stretches
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_order import Stretch
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import (
+    Reader,
+    Share,
+    by_threads,
+    find_stretches,
+)
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import (
     Bucket,
     Buffer,
@@ -21,16 +25,14 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.buckets import (
     flatten,
     weight_pieces,
 )
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.natural import (
-    model_space_states,
-    order_kinds,
-    refuse_encoded,
-)
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.remainders import joined_masters
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import (
     OptimizerStates,
     StateTensor,
+    model_space_states,
     optimizer_layout,
+    order_kinds,
+    refuse_encoded,
 )
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import Catalog, Chunk, Item, TensorEntry
@@ -71,18 +73,16 @@ def read_optimizer_states(
             where: load_object(files, item) for where, item in _objects(catalog, "per_bucket_numel_unpadded")
         }
         buffers = find_buffers(catalog, numels)
-    has_beside = any(
-        map(state_key, catalog.tensors)
-    )  # of a layer-wise optimizer, beside another one's buckets
-    beside = model_space_states(catalog, layout) if has_beside else OptimizerStates(layout, (), {})
-    pieces = tuple(piece for piece in weight_pieces(catalog) if not beside.has(MASTER, piece.key))
+    has_own = any(map(state_key, catalog.tensors))  # of a layer-wise optimizer, next to another one's buckets
+    layer_wise = model_space_states(catalog, layout) if has_own else OptimizerStates(layout, (), {})
+    pieces = tuple(piece for piece in weight_pieces(catalog) if (MASTER, piece.key) not in layer_wise.states)
     stretches = find_stretches(buffers, pieces, Reader(files), sample_only=sample_only, share=share)
     found = bucket_states(catalog, layout, buffers, stretches)
     merged = replace(
         found,
-        kinds=order_kinds((*found.kinds, *beside.kinds)),
-        states={**found.states, **beside.states},
-        consumed=found.consumed | beside.consumed,
+        kinds=order_kinds((*found.kinds, *layer_wise.kinds)),
+        states={**found.states, **layer_wise.states},
+        consumed=found.consumed | layer_wise.consumed,
     )
     return joined_masters(files, catalog, common, merged)
 
@@ -172,7 +172,6 @@ def _payload(key: str, tensor: TensorBytes, file: str) -> TensorEntry:
 
 
 def _objects(catalog: Catalog, what: str) -> list[tuple[tuple[int, int], Item]]:
-    """The items of one kind of optimizer object, by (chain, group)."""
     found = []
     for key, entry in catalog.objects.items():
         about = bucket_object(key)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpt_tools.errors import MappingError, VerificationError, list_problems
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.megatron.run_state.common_state import CommonState
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_content import SAMPLE, Reader, round_bits
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import SAMPLE, Reader, round_bits
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates, StateTensor
 from ckpt_tools.model.box import Box, row_major_strides
 from ckpt_tools.model.catalog import Catalog, Chunk, Made, TensorEntry, Value, made_entry
@@ -25,7 +25,7 @@ from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.views import Select, Source
 
 if TYPE_CHECKING:
-    from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_content import Bits
+    from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import Bits
 
 STORED = "int16"  # what only remainders are stored as
 
@@ -100,7 +100,6 @@ def _told_by_content(files: Files, catalog: Catalog, masters: Mapping[str, State
 
 
 def _reading(reader: Reader, state: TensorEntry, weight: TensorEntry) -> _Reading:
-    """How the sampled elements of `state` can be read."""
     import numpy as np
 
     masters = remainders = True

@@ -1,15 +1,29 @@
-"""Does the model that a job builds have the tensors that are stored: names and sizes, by Megatron's defaults."""
+"""Does a model have the tensors that are stored: names and sizes by a job's settings, or by the stored ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ckpt_tools.megatron.format import Weight
 from ckpt_tools.megatron.huggingface.config.layer_patterns import has_some, in_turns
+from ckpt_tools.megatron.hybrid import is_hybrid, says_hybrid
 from ckpt_tools.megatron.keys import DECODER_LAYERS, HALVES, decoder_layer
-from ckpt_tools.verify.readiness.facts import Facts, Rule
-from ckpt_tools.verify.readiness.job import VERSIONS
-from ckpt_tools.verify.report import ERROR
+from ckpt_tools.megatron.run_state.common_state import CommonState
+from ckpt_tools.megatron.run_state.settings import settings_of
+from ckpt_tools.model.choices import CheckpointKind
+from ckpt_tools.verify.readiness.facts import OUTPUT, Facts, Rule, stored_style
+from ckpt_tools.verify.readiness.job import VERSIONS, Job
+from ckpt_tools.verify.report import ERROR, Check, Findings
+
+_FC1 = "linear_fc1.weight"
+_MODULES = frozenset({"embedding", "decoder", "output_layer", "mtp", "rotary_pos_emb"})  # of GPTModel
+# Settings that make layers of which only the code of the run knows the sizes.
+_OF_OTHER_CODE = ("spec", "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
+_DERIVED = (
+    "kv_channels",
+    "num_query_groups",
+)  # from the heads, where a Bridge configuration leaves them open
 
 
 def _tied(f: Facts) -> str | None:
@@ -270,8 +284,8 @@ def expert_layers(f: Facts) -> str | None:
     if not _is_plain_decoder(f) or not routers or freq is None:
         return None
     layers = decoder_layers(f.stored.shapes)
-    told = in_turns("moe_layer_freq", freq, layers) if isinstance(freq, int) else freq[:layers]
-    sparse = {i for i, has_experts in enumerate(told) if has_experts}
+    wanted = in_turns("moe_layer_freq", freq, layers) if isinstance(freq, int) else freq[:layers]
+    sparse = {i for i, has_experts in enumerate(wanted) if has_experts}
     if sparse == routers:
         return None
     return f"moe_layer_freq {freq} makes experts in layers {sorted(sparse)}, stored in {sorted(routers)}"
@@ -306,3 +320,82 @@ MODEL_RULES = (
          "models/ of Megatron-Bridge", VERSIONS),
     Rule("expert-layers", ERROR, expert_layers, _STRICT, "--moe-layer-freq as stored", _SPECS, VERSIONS),
 )  # fmt: skip
+
+
+def check_settings(kind: CheckpointKind, weights: Sequence[Weight], common: CommonState) -> Check:
+    """Whether every weight has the size that the stored settings ask for, and is there exactly if they ask for it.
+
+    A model that is not the one decoder which Megatron's settings describe is skipped: a hybrid, one of several
+    towers, one of layers from other code. So is a setting that the checkpoint does not carry.
+    """
+    found = Findings("settings", "settings")
+    shapes = {weight.name: weight.shape for weight in weights}
+    settings = common.args or _of_bridge(common.model_config)
+    if _is_known(shapes, settings):
+        facts = Facts(kind, Job(settings), settings, stored_style(shapes))
+        for setting, problem in (*_size_problems(facts), *(_part_problems(facts) if common.args else ())):
+            found.looked_at += 1
+            if problem:
+                found.error(setting, problem)
+    return found.done()
+
+
+def _is_known(shapes: Mapping[str, tuple[int, ...]], settings: Mapping[str, Any]) -> bool:
+    """Whether it is the model that the settings describe, all of it."""
+    return (
+        isinstance(settings.get("hidden_size"), int)
+        and any(map(decoder_layer, shapes))
+        and {name.partition(".")[0] for name in shapes} <= _MODULES
+        and not (says_hybrid(settings) or is_hybrid(shapes) or any(map(settings.get, _OF_OTHER_CODE)))
+    )
+
+
+def _of_bridge(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes in a Bridge configuration under the names that Megatron's arguments have."""
+    swiglu = settings_of(model, bridge=True).swiglu  # the one gate whose halves may be stored apart
+    found = {"num_experts": model.get("num_moe_experts"), "swiglu": swiglu, **model}
+    found["group_query_attention"] = found.get("num_query_groups") is not None
+    return {name: value for name, value in found.items() if value is not None or name in _DERIVED}
+
+
+def _size_problems(f: Facts) -> Iterator[tuple[str, str | None]]:
+    """For each size that is set and stored its settings, and how they contradict the weight."""
+    settings = f.job.settings
+    for size in model_sizes(f):
+        if size.stored is None or not all(name in settings for name in size.settings):
+            continue
+        named = ", ".join(f"{name} {settings[name]}" for name in size.settings)
+        yield (
+            named,
+            None
+            if size.wanted == size.stored
+            else (f"{size.what} would be {size.wanted}, the checkpoint has {size.stored}"),
+        )
+
+
+def _part_problems(f: Facts) -> Iterator[tuple[str, str | None]]:
+    """For each setting that makes a weight, whether that is there; and which layers have experts."""
+    names, settings = f.stored.shapes, f.job.settings
+    parts = [*model_parts(f)]
+    untied = "untie_embeddings_and_output_weights"
+    parts.append((untied, f.on(untied), OUTPUT, OUTPUT in names))
+    by_swiglu = f.on("swiglu") or not f.on("gated_linear_unit")  # another gate of Bridge's tells of no halves
+    if f.kind == "fsdp_dtensor" and by_swiglu and any(_FC1 in name for name in names):
+        parts.append(
+            (
+                "swiglu",
+                f.on("swiglu"),
+                f"{_FC1}{HALVES[0]}",
+                any(_FC1 in n and n.endswith(HALVES[0]) for n in names),
+            )
+        )
+    for setting, wanted, what, stored in parts:
+        if setting in settings:
+            problem = None if wanted == stored else f"{what} {'is' if stored else 'is not'} stored"
+            yield f"{setting} {settings[setting]}", problem
+    if "mtp_num_layers" in settings:
+        count, needed = f.stored.mtp_layers, mtp_layers(f)
+        yield f"mtp_num_layers {needed}", None if count == needed else f"{count} such layers are stored"
+    # The padded vocabulary is not asked for: Megatron loads an embedding of other rows than the job has.
+    if problem := expert_layers(f):
+        yield "moe_layer_freq", problem
