@@ -136,55 +136,22 @@ def test_a_folder_of_caches_and_one_of_pickles_say_what_to_give(cases: Path, tmp
 
 
 CARRIED = [
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "tokenizer.model.v3",
-    "tokenizer.model.v11",
-    "tiktoken.model",
-    "qwen.tiktoken",
-    "tekken.json",
-    "tekken_v13.json",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "source.spm",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "normalizer.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
-    "generation_config.json",
-    "LICENSE",
-    "LICENSE.txt",
-    "LICENSE-MODEL",
-    "NOTICE",
-    "USE_POLICY.md",
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v3", "tokenizer.model.v11",
+    "tiktoken.model", "qwen.tiktoken", "tekken.json", "tekken_v13.json", "spiece.model",
+    "sentencepiece.bpe.model", "source.spm", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json",
+    "special_tokens_map.json", "normalizer.json", "chat_template.jinja", "chat_template.json",
+    "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
+    "generation_config.json", "LICENSE", "LICENSE.txt", "LICENSE-MODEL", "NOTICE", "USE_POLICY.md",
     "additional_chat_templates/tool_use.jinja",
-]
+]  # fmt: skip
 LEFT = [
-    "README.md",
-    "modeling_own.py",
-    "tokenization_own.py",
-    "figures.png",
-    "params.json",
-    "quant_log.csv",
-    "mm_grid_pinpoints.npy",
-    "original",
-]
+    "README.md", "modeling_own.py", "tokenization_own.py", "figures.png", "params.json", "quant_log.csv",
+    "mm_grid_pinpoints.npy", "original",
+]  # fmt: skip
 WEIGHTS = [
-    "pytorch_model.bin",
-    "consolidated.00.pth",
-    "model-q4.gguf",
-    "tf_model.h5",
-    "flax_model.msgpack",
+    "pytorch_model.bin", "consolidated.00.pth", "model-q4.gguf", "tf_model.h5", "flax_model.msgpack",
     ".gitattributes",
-]
+]  # fmt: skip
 
 
 def with_files(cases: Path, folder: Path, names: list[str]) -> Path:

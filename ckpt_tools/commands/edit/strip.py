@@ -29,7 +29,7 @@ from ckpt_tools.commands.job.rewrite import edit, rewrite, use_of_masters
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.run import Output, WriteOptions
 from ckpt_tools.formats.locate.detect import Location
-from ckpt_tools.formats.storage.files import AnyPath, path_text
+from ckpt_tools.formats.storage.files import AnyPath
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
 from ckpt_tools.formats.torch_archive.object_writer import dump_archive
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
@@ -68,7 +68,7 @@ def strip_checkpoint(
         VerificationError: masters that do not round to the stored weights.
         Otherwise the errors of opening, planning and writing.
     """
-    source, output, options = path_text(source), path_text(output), options or EditOptions()
+    options = options or EditOptions()
     if fresh is None:
         return edit(
             source,

@@ -33,7 +33,7 @@ from ckpt_tools.commands.job.report import ConversionReport
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.locate.detect import Location
-from ckpt_tools.formats.storage.files import AnyPath, path_text
+from ckpt_tools.formats.storage.files import AnyPath
 from ckpt_tools.formats.storage.joined_files import FilesBeside
 from ckpt_tools.megatron.huggingface.mapping.checks import Spec
 from ckpt_tools.megatron.huggingface.mapping.targets import Exported, export_targets
@@ -62,7 +62,6 @@ def export_hf(
         VerificationError: masters that do not round to their weights, or a cast that makes infinities.
         CorruptCheckpointError, StorageError: damaged files, full disks.
     """
-    source, output = path_text(source), path_text(output)
     return convert(source, output, TO_HF, options or ExportOptions(), progress, dry_run)
 
 

@@ -34,7 +34,7 @@ from ckpt_tools.formats.locate.detect import MAX_DIGITS, Location, locate
 from ckpt_tools.formats.locate.run_layouts import ForeignFormatError, snapshot_of
 from ckpt_tools.formats.pickle.unpickle import StandIn, TorchDtype, stand_in
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
-from ckpt_tools.formats.storage.files import AnyPath, Files, path_text
+from ckpt_tools.formats.storage.files import AnyPath, Files
 from ckpt_tools.formats.storage.joined_files import FilesBeside
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh, given_settings
@@ -109,7 +109,6 @@ def import_hf(
         VerificationError: a cast that makes infinities.
         CorruptCheckpointError, StorageError: damaged files, full disks.
     """
-    source, output = path_text(source), path_text(output)
     return convert(source, output, FROM_HF, options or ImportOptions(), progress, dry_run)
 
 

@@ -35,7 +35,7 @@ from ckpt_tools.execute.proof.masters import (
 from ckpt_tools.execute.proof.prove_source import prove_payloads
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, rehearse, write_checkpoint
 from ckpt_tools.formats.locate.detect import Location
-from ckpt_tools.formats.storage.files import Files
+from ckpt_tools.formats.storage.files import AnyPath, Files, path_text
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.run_state.common_state import RUN_CONFIG, TRAIN_STATE
 from ckpt_tools.model.box import Box
@@ -192,8 +192,8 @@ def like_to_like(
 
 
 def convert(
-    source: str,
-    output: str,
+    source: AnyPath,
+    output: AnyPath,
     writer: Writer[AnyOptions],
     options: AnyOptions,
     progress: Progress | None = None,
@@ -205,6 +205,7 @@ def convert(
         UnsupportedCheckpointError: a Hugging Face model, which `import-hf` takes.
         CorruptCheckpointError: facts of the source contradict each other, since payloads are damaged.
     """
+    source, output = path_text(source), path_text(output)
     with writer.open(source, options) as opened:
         if opened.location.kind == "safetensors" and writer.imported_as is not None:
             words = shlex.join(["import-hf", source, output, "--to", writer.imported_as])
