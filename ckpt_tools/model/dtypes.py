@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ckpt_tools.errors import UnsupportedCheckpointError
+from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
 
 ITEMSIZE: dict[str, int] = {
     "float64": 8,
@@ -51,3 +51,9 @@ class Form(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
+
+
+def check_dtype(dtype: str | None) -> None:
+    """Raise UsageError if weights cannot be written as this type."""
+    if dtype is not None and dtype not in CASTABLE:
+        raise UsageError(f"--dtype {dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")

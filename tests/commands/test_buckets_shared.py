@@ -15,14 +15,9 @@ from tests.conftest import fixture_dir
 
 BUCKETS = "core019_llama_tp2_dp_reshardable"
 COMMANDS = (
-    "average RUN RUN OUT",
-    "strip RUN OUT",
-    "stats RUN --by parameters",
-    "export-hf RUN OUT",
-    "convert RUN OUT",
-    "convert RUN OUT --to torch_dist",
-    "slice RUN OUT --layers 0:1",
-)
+    "average RUN RUN OUT", "strip RUN OUT", "stats RUN --by parameters", "export-hf RUN OUT", "convert RUN OUT",
+    "convert RUN OUT --to torch_dist", "slice RUN OUT --layers 0:1",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -17,31 +17,18 @@ from tests.conftest import DATA, fixture_dir
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
 FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 WRITERS = [
-    "convert {run} {out}",
-    "convert {run} {out} --to torch_dist --target core-0.19",
-    "convert {run} {out} --to dcp",
-    "convert {run} {out} --iteration all",
-    "convert {fsdp} {out} --gpus 4",
-    "convert {fsdp} {out} --to torch_dist",
-    "convert-torch-dist-to-fsdp-dtensor {run} {out}",
-    "export-hf {run} {out}",
-    "copy {run} {out}",
-    "copy {run} {out} --iteration all",
-    "strip {run} {out}",
-    "slice {run} {out} --layers 0:1",
-    "average {run} {run} {out}",
+    "convert {run} {out}", "convert {run} {out} --to torch_dist --target core-0.19",
+    "convert {run} {out} --to dcp", "convert {run} {out} --iteration all", "convert {fsdp} {out} --gpus 4",
+    "convert {fsdp} {out} --to torch_dist", "convert-torch-dist-to-fsdp-dtensor {run} {out}",
+    "export-hf {run} {out}", "copy {run} {out}", "copy {run} {out} --iteration all", "strip {run} {out}",
+    "slice {run} {out} --layers 0:1", "average {run} {run} {out}",
     "modify-state-dict {run} {out} --op 'remove rng_state.*'",
-]
+]  # fmt: skip
 READERS = [
-    "inspect {run}",
-    "diff {run} {fsdp}",
-    "plan {run} --gpus 4",
-    "stats {run}",
-    "print-tensor {run} decoder.final_layernorm.weight",
-    "preflight {fsdp}",
-    "repair {fsdp} {out}",
+    "inspect {run}", "diff {run} {fsdp}", "plan {run} --gpus 4", "stats {run}",
+    "print-tensor {run} decoder.final_layernorm.weight", "preflight {fsdp}", "repair {fsdp} {out}",
     "build-param-group-map {run}",
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ def test_a_dry_run_says_what_would_be_written(
     assert list(tmp_path.iterdir()) == []
     assert run([*words, "--report", str(tmp_path / "report.json")]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
-    assert f"it would be {report['tensor_count']} tensors and {report['object_count']} objects" in said
+    assert f"{report['tensor_count']} tensors, {report['object_count']} objects" in said
     assert is_sound(tmp_path / "out")
     assert run([*words, "--dry-run"]) == 2  # the output is taken
     assert "--overwrite" in capsys.readouterr().err

@@ -32,7 +32,7 @@ def test_adapters_are_named_with_the_way_out(cases: Path, tmp_path: Path) -> Non
     with pytest.raises(MappingError) as caught:
         import_hf(cases / "peft_names", tmp_path / "out")
     text = str(caught.value)
-    assert text.startswith("12 tensors belong to an adapter (LoRA and its kin)")
+    assert text.startswith("12 tensors belong to an adapter (LoRA or similar)")
     assert "merge_and_unload" in text and text.count("\n") == 4
     assert not (tmp_path / "out").exists()
 
@@ -136,55 +136,22 @@ def test_a_folder_of_caches_and_one_of_pickles_say_what_to_give(cases: Path, tmp
 
 
 CARRIED = [
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "tokenizer.model.v3",
-    "tokenizer.model.v11",
-    "tiktoken.model",
-    "qwen.tiktoken",
-    "tekken.json",
-    "tekken_v13.json",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "source.spm",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "normalizer.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
-    "generation_config.json",
-    "LICENSE",
-    "LICENSE.txt",
-    "LICENSE-MODEL",
-    "NOTICE",
-    "USE_POLICY.md",
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v3", "tokenizer.model.v11",
+    "tiktoken.model", "qwen.tiktoken", "tekken.json", "tekken_v13.json", "spiece.model",
+    "sentencepiece.bpe.model", "source.spm", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json",
+    "special_tokens_map.json", "normalizer.json", "chat_template.jinja", "chat_template.json",
+    "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
+    "generation_config.json", "LICENSE", "LICENSE.txt", "LICENSE-MODEL", "NOTICE", "USE_POLICY.md",
     "additional_chat_templates/tool_use.jinja",
-]
+]  # fmt: skip
 LEFT = [
-    "README.md",
-    "modeling_own.py",
-    "tokenization_own.py",
-    "figures.png",
-    "params.json",
-    "quant_log.csv",
-    "mm_grid_pinpoints.npy",
-    "original",
-]
+    "README.md", "modeling_own.py", "tokenization_own.py", "figures.png", "params.json", "quant_log.csv",
+    "mm_grid_pinpoints.npy", "original",
+]  # fmt: skip
 WEIGHTS = [
-    "pytorch_model.bin",
-    "consolidated.00.pth",
-    "model-q4.gguf",
-    "tf_model.h5",
-    "flax_model.msgpack",
+    "pytorch_model.bin", "consolidated.00.pth", "model-q4.gguf", "tf_model.h5", "flax_model.msgpack",
     ".gitattributes",
-]
+]  # fmt: skip
 
 
 def with_files(cases: Path, folder: Path, names: list[str]) -> Path:
@@ -209,7 +176,7 @@ def test_tokenizers_of_every_kind_are_carried_and_what_is_not_is_said(cases: Pat
     assert made == {*CARRIED, "config.json", "model.safetensors"}
     for name in CARRIED:
         assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
-    assert f"not taken over from --hf-config: {', '.join(sorted(LEFT)[:8])}" in report.notes
+    assert f"not copied from --hf-config: {', '.join(sorted(LEFT)[:8])}" in report.notes
     assert not any("no tokenizer" in note for note in report.notes)
 
 
@@ -246,7 +213,7 @@ def test_code_goes_along_where_something_names_it(
     report = export_hf(tmp_path / "run", tmp_path / "back", ExportOptions(hf_config=str(source)))
     code = {path.name for path in (tmp_path / "back").glob("*.py")}
     assert code == ({"modeling_own.py", "tokenization_own.py"} if names_code else set())
-    said = [note for note in report.notes if "not taken over" in note]
+    said = [note for note in report.notes if "not copied" in note]
     assert len(said) == (names_code is None)
 
 
@@ -264,7 +231,7 @@ def test_a_model_without_a_tokenizer_says_which_way_out_there_is(cases: Path, tm
     source = with_files(cases, tmp_path / "hf", ["LICENSE"])
     import_hf(source, tmp_path / "run")
     notes = export_hf(tmp_path / "run", tmp_path / "a").notes
-    assert "no tokenizer was written; pass --hf-config DIR to take one over" in notes
+    assert "no tokenizer was written; pass --hf-config DIR to copy one" in notes
     reference = ExportOptions(hf_config=str(source))
     assert (
         "no tokenizer was written; --hf-config has none"

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import checkpoint as dcp
 
-from ckpt_tools import EditOptions, diff_checkpoints, modify_state_dict
+from ckpt_tools import diff_checkpoints, modify_state_dict
 from ckpt_tools.commands.edit.modify import new_names, new_path, parse_operation
-from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
+from ckpt_tools.errors import MappingError, UsageError
 from tests.commands import oracle
 from tests.conftest import fixture_dir
 from tests.folders import is_sound
@@ -152,25 +152,6 @@ def test_what_is_refused_writes_nothing(source, tmp_path, operations, error, mes
     with pytest.raises(error, match=message):
         modify_state_dict(source, tmp_path / "out", operations)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
-
-
-def test_the_output_must_be_free_and_apart(source, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").touch()
-    with pytest.raises(UsageError, match="not empty"):
-        modify_state_dict(source, tmp_path / "out", ["remove gone"])
-    with pytest.raises(UsageError, match="overlap"):
-        modify_state_dict(source, source / "inside", ["remove gone"])
-    with pytest.raises(UsageError, match="it holds mine,"):
-        modify_state_dict(source, tmp_path / "out", ["remove gone"], EditOptions(overwrite=True))
-    (tmp_path / "out" / "mine").unlink()
-    modify_state_dict(source, tmp_path / "out", ["remove gone"])
-    assert "gone" not in loaded(tmp_path / "out")
-
-
-def test_no_checkpoint(tmp_path):
-    with pytest.raises(UnsupportedCheckpointError):
-        modify_state_dict(tmp_path, tmp_path / "out", ["remove gone"])
 
 
 def test_first_matching_rename_wins_and_removals_come_first():

@@ -17,16 +17,10 @@ from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.folders import is_sound, root_of
 
 TORCH_DIST = [
-    "core019_llama_tp2_fully_reshardable",
-    "core016_llama_tp2_dp_reshardable",
-    "main_moe_fr_ep2",
-    "v013_moe_ms_ep2",
-    "v014_moe_dpzero_ep2",
-    "v015_dense_ms_tp2_dp1_torchadam",
-    "v016_dense_nodistopt_tp2",
-    "main_llava_fr_tp2",
-    "bridge_dense_fr_tp2_dp2",
-]
+    "core019_llama_tp2_fully_reshardable", "core016_llama_tp2_dp_reshardable", "main_moe_fr_ep2",
+    "v013_moe_ms_ep2", "v014_moe_dpzero_ep2", "v015_dense_ms_tp2_dp1_torchadam", "v016_dense_nodistopt_tp2",
+    "main_llava_fr_tp2", "bridge_dense_fr_tp2_dp2",
+]  # fmt: skip
 
 
 def values_of(path):

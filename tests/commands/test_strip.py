@@ -26,16 +26,10 @@ from tests.folders import content, is_sound, root_of
 RUN, MOE = DATA / "core019_llama_tp2_fully_reshardable", "core019_moe_ep2_fully_reshardable"
 FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 TORCH_DIST = [
-    "core019_moe_ep2_fully_reshardable",
-    "core016_llama_tp2_dp_reshardable",
-    "v013_moe_ms_ep2",
-    "v014_moe_dpzero_ep2",
-    "v015_dense_ms_tp2_dp1_torchadam",
-    "v016_dense_nodistopt_tp2",
-    "bridge_dense_fr_tp2_dp2",
-    "te_remainder8_tp2_dpr",
-    "te_fp8_tp2_fr",
-]
+    "core019_moe_ep2_fully_reshardable", "core016_llama_tp2_dp_reshardable", "v013_moe_ms_ep2",
+    "v014_moe_dpzero_ep2", "v015_dense_ms_tp2_dp1_torchadam", "v016_dense_nodistopt_tp2",
+    "bridge_dense_fr_tp2_dp2", "te_remainder8_tp2_dpr", "te_fp8_tp2_fr",
+]  # fmt: skip
 NATIVE = ["core019_llama_tp2_native_fsdp_dtensor", "core019_moe_dp1_native_fsdp_dtensor", "n_moe_ep2"]
 OF_THE_OPTIMIZER = ("optimizer", "chained_", "opt_param_scheduler", "rng_state", "rerun_state")
 

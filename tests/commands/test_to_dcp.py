@@ -212,7 +212,7 @@ def test_units_share_a_flat_buffer(sharded, tmp_path):
         ),
         (["--dp-shard", "2", "--tp", "2"], 2, "--tp 2"),
         ([], 2, "no other job is named"),
-        (["--dp-shard", "2", "--weights-only"], 2, "is laid out as it is"),
+        (["--dp-shard", "2", "--weights-only"], 2, "is only re-sharded"),
         (["--to", "fsdp_dtensor"], 3, "do not have the names of a Megatron model"),
         (["--to", "torch_dist"], 3, "convert_to_hf.py"),
         (["--to", "hf"], 3, "import-hf"),

@@ -19,7 +19,7 @@ from ckpt_tools.human import human_bytes
 from ckpt_tools.plain_data import plain
 
 if TYPE_CHECKING:
-    from ckpt_tools.commands.convert.plan import Priced
+    from ckpt_tools.commands.convert.plan import PlanReport
     from ckpt_tools.sharding.memory import Memory
 
 _STDOUT = Path("-")
@@ -61,7 +61,7 @@ def plan(
         _print(found)
 
 
-def _draw(found: Priced, svg: Path | None, html: Path | None) -> None:
+def _draw(found: PlanReport, svg: Path | None, html: Path | None) -> None:
     if svg is None and html is None:
         return
     from ckpt_tools.commands.convert import picture
@@ -76,7 +76,7 @@ def _draw(found: Priced, svg: Path | None, html: Path | None) -> None:
         render.write_text(html, picture.html(shown, memory), found.source)
 
 
-def _layout(found: Priced) -> str:
+def _layout(found: PlanReport) -> str:
     topology = found.layout.topology
     if topology is None:
         return f"{found.layout.name}, {found.layout.ranks} ranks"
@@ -91,7 +91,7 @@ def _memory(memory: Memory | None) -> dict[str, int] | None:
     return None if memory is None else plain(memory) | {"persistent": memory.persistent, "peak": memory.peak}
 
 
-def _print(found: Priced) -> None:
+def _print(found: PlanReport) -> None:
     from ckpt_tools.cli.reports import changes, iteration_text
     from ckpt_tools.commands.job.target_job import describe
 
@@ -119,7 +119,7 @@ def _print(found: Priced) -> None:
         render.tell(render.escape(line))
 
 
-def _print_ranks(found: Priced) -> None:
+def _print_ranks(found: PlanReport) -> None:
     """A row a rank; of many the extremes."""
     costs, title = found.costs, ""
     if len(costs) > _LISTED_RANKS:
@@ -142,7 +142,7 @@ def _print_ranks(found: Priced) -> None:
     render.print_table(columns, rows, title)
 
 
-def _print_tensors(found: Priced) -> None:
+def _print_tensors(found: PlanReport) -> None:
     if found.globs:
         render.print_table(
             ("item", "box", "bytes", "file", "offset", "strategies"),

@@ -29,7 +29,6 @@ from ckpt_tools.megatron.huggingface.lora.peft import (
 from ckpt_tools.megatron.huggingface.lora.peft_targets import peft_target, with_vocabulary
 from ckpt_tools.megatron.huggingface.mapping.rules import expand
 from ckpt_tools.model.catalog import Catalog
-from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.target import Target
 from ckpt_tools.plan.build import WeightFile, build_safetensors_plan
 
@@ -78,8 +77,6 @@ def plan_peft(opened: Opened, options: ExportOptions) -> Conversion:
     """Everything up to the first byte."""
     if options.hf_config is None:
         raise UsageError("--peft: the names are those of the base model; pass its directory with --hf-config")
-    if options.dtype is not None and options.dtype not in CASTABLE:
-        raise UsageError(f"--dtype {options.dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
     config = read_config(options.hf_config)
     family = family_of_config(config, families_with(options.rules, config))
     model = with_vocabulary(model_of_config(family, config))

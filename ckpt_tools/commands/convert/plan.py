@@ -66,7 +66,7 @@ _USUAL = BufferTypes()
 
 
 @dataclass(frozen=True)
-class Priced:
+class PlanReport:
     """A planned conversion; `rank` is the only one that was planned, None for all."""
 
     source: str
@@ -177,7 +177,7 @@ def plan_checkpoint(
     options: ConvertOptions | None = None,
     rank: int | None = None,
     globs: Sequence[str] = (),
-) -> Priced:
+) -> PlanReport:
     """What converting the checkpoint at `source` for `layout` would do, priced.
 
     Args:
@@ -209,7 +209,7 @@ def plan_checkpoint(
         del prepared  # its model is large, and not asked again
         placed = None if layout.name == "even" else core
         plan = lay_out(catalog, target, placed, archives, layout, rank, keep_order)
-    return Priced(
+    return PlanReport(
         source,
         opened.location,
         layout,

@@ -260,7 +260,7 @@ def _refuse_plain_changes(location: Location, options: ConvertOptions, layout: L
     """Raise UsageError if options that only a Megatron model can meet."""
     if replace(options.target, tp=None) != TargetOptions():
         raise UsageError(
-            f"{location.path} is laid out as it is: names, types, groups and vocabulary stay; leave those options out"
+            f"{location.path} is only re-sharded: names, types, groups and vocabulary stay; leave those options out"
         )
     job = layout.topology
     asked = (

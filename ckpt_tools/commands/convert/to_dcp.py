@@ -26,7 +26,7 @@ from ckpt_tools.commands.job.report import ConversionReport
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.locate.detect import Location
-from ckpt_tools.formats.storage.files import AnyPath, path_text
+from ckpt_tools.formats.storage.files import AnyPath
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.torch_dist.read import Extent
 
@@ -45,7 +45,6 @@ def convert_to_dcp(
 
     Raises the errors of `convert_to_fsdp_dtensor`.
     """
-    source, output = path_text(source), path_text(output)
     return convert(source, output, TO_DCP, options or ConvertOptions(), progress, dry_run)
 
 

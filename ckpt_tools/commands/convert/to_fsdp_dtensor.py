@@ -84,7 +84,6 @@ def convert_to_fsdp_dtensor(
         VerificationError: masters that do not round to the stored weights.
         CorruptCheckpointError, StorageError: damaged files, full disks.
     """
-    source, output = path_text(source), path_text(output)
     return convert(source, output, TO_FSDP_DTENSOR, options or ConvertOptions(), progress, dry_run)
 
 

@@ -26,7 +26,7 @@ from ckpt_tools.commands.job.report import ConversionReport, MastersUse
 from ckpt_tools.commands.job.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.locate.detect import METADATA_JSON, METADATA_JSON_TEXT, Location
-from ckpt_tools.formats.storage.files import AnyPath, path_text
+from ckpt_tools.formats.storage.files import AnyPath
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
 from ckpt_tools.formats.torch_archive.object_writer import dump_archive
 from ckpt_tools.megatron.fsdp_dtensor.parameters import packed_projections
@@ -74,7 +74,6 @@ def convert_to_torch_dist(
         VerificationError: masters that do not round to the stored weights.
         CorruptCheckpointError, StorageError: damaged files, full disks.
     """
-    source, output = path_text(source), path_text(output)
     return convert(source, output, TO_TORCH_DIST, options or ToTorchDistOptions(), progress, dry_run)
 
 

@@ -2,8 +2,8 @@
 
 What v2 of main (d98e8a64) asks for is in mcore_fsdp_adapter.py (`FullyShardedDataParallelV2`) and checkpointing.py:
 `model.<name>`, the fp32 main weights. Of the optimizer it can neither save nor load anything (NotImplementedError).
-How v2 will store fused tensors nobody has said: the code that takes them apart for v1 asks for attributes that v2's
-parameters do not have.
+v2's layout of fused tensors is undefined upstream: the code that takes them apart for v1 needs attributes that
+v2's parameters do not have.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class AverageOptions(EditOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Averaged:
-    """What `average` did; the report is on the last source, of which all is that no mean is taken of."""
+    """What `average` did; the report is on the last source, whose other values are copied."""
 
     report: ConversionReport
     sources: tuple[str, ...]
@@ -156,7 +156,7 @@ def _check_places(sources: Sequence[str], output: str, opened: Sequence[Opened])
     kinds = {one.location.kind for one in opened}
     if len(kinds) > 1:
         found = ", ".join(f"{one.location.path} is {one.location.kind}" for one in opened)
-        raise UsageError(f"checkpoints of one kind have a mean: {found}. Convert them to one kind first")
+        raise UsageError(f"all inputs must have the same format: {found}. Convert them first")
 
 
 def _read(opened: Opened, write: WriteOptions) -> tuple[Parts, Masters]:
@@ -357,8 +357,7 @@ def _refuse_encoded(opened: Opened, keys: Sequence[str]) -> None:
     wrong = [f"{key} is {tensors[key].dtype}" for key in keys if tensors[key].dtype not in CASTABLE]
     if wrong:
         raise UnsupportedCheckpointError(
-            f"{opened.location.path}: no mean is taken of numbers of these types, which stand for others or are not "
-            f"ordered like them:\n{list_problems(wrong)}",
+            f"{opened.location.path}: these types are encoded and cannot be averaged:\n{list_problems(wrong)}",
             wrong,
         )
 
@@ -366,8 +365,8 @@ def _refuse_encoded(opened: Opened, keys: Sequence[str]) -> None:
 def _refuse_masters(opened: Opened, keys: Sequence[str]) -> None:
     if keys:
         raise UnsupportedCheckpointError(
-            f"{opened.location.path}: masters stand among the optimizer states, and nothing ties them to their "
-            f"weights, which must stay their rounding; {_ALONE} "
+            f"{opened.location.path}: fp32 masters have no known link to their weights, which must stay their "
+            f"rounding; {_ALONE} "
             f"(`modify-state-dict CKPT OUT --op 'remove REGEX'`):\n{list_problems(keys)}",
             keys,
         )

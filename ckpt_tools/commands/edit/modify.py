@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ckpt_tools.commands.job.conversion import Conversion, EditOptions, Progress
@@ -12,7 +13,7 @@ from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.report import ConversionReport, Edits
 from ckpt_tools.commands.job.rewrite import edit, rewrite
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError, list_problems
-from ckpt_tools.formats.storage.files import AnyPath, path_text
+from ckpt_tools.formats.storage.files import AnyPath
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.target import Target, TargetObject, TargetTensor
@@ -51,8 +52,8 @@ def modify_state_dict(
             'nothing to do; give at least one --op "remove REGEX" or --op "rename REGEX REPLACEMENT"'
         )
     return edit(
-        path_text(source),
-        path_text(output),
+        source,
+        output,
         lambda opened: _plan(opened, parsed),
         options or EditOptions(),
         progress,
@@ -74,9 +75,8 @@ def _plan(opened: Opened, operations: Sequence[Operation]) -> Conversion:
         removed=tuple(key for key in keys if key not in names),
         renamed={key: name for key, name in names.items() if key != name},
     )
-    kept = ((names[key], entry.item) for key, entry in catalog.objects.items() if key in names)
-    archives = ((name, read_archive(opened.files, item)) for name, item in kept)
-    return rewrite(opened, _target(catalog, names), archives, edits, original_shapes=shapes)
+    target = renamed_target(catalog, names)
+    return rewrite(opened, target, renamed_archives(opened, names), edits, original_shapes=shapes)
 
 
 def parse_operation(text: str) -> Operation:
@@ -126,20 +126,26 @@ def new_names(keys: Iterable[str], operations: Sequence[Operation]) -> dict[str,
     return names
 
 
-def _target(catalog: Catalog, names: dict[str, str]) -> Target:
-    paths = catalog.planner_paths
+def renamed_target(
+    catalog: Catalog, names: Mapping[str, str], taken_from: Mapping[str, str] = MappingProxyType({})
+) -> Target:
+    """What stays under new names; `taken_from` has the tensor whose values another one gets."""
+    paths = {key: new_path(catalog.planner_paths.get(key, (key,)), name) for key, name in names.items()}
+    values = {key: catalog.tensors[taken_from.get(key, key)] for key in catalog.tensors if key in names}
     return Target(
         tensors=tuple(
-            TargetTensor(names[k], e.dtype, e.shape, (Source(k),), new_path(paths.get(k, (k,)), names[k]))
-            for k, e in catalog.tensors.items()
-            if k in names
+            TargetTensor(names[key], entry.dtype, entry.shape, (Source(entry.key),), paths[key])
+            for key, entry in values.items()
         ),
-        objects=tuple(
-            TargetObject(names[k], None, new_path(paths.get(k, (k,)), names[k]))
-            for k in catalog.objects
-            if k in names
-        ),
+        objects=tuple(TargetObject(names[key], None, paths[key]) for key in catalog.objects if key in names),
     )
+
+
+def renamed_archives(opened: Opened, names: Mapping[str, str]) -> Iterator[tuple[str, bytes]]:
+    """(new key, archive) of the objects that stay."""
+    for key, entry in opened.catalog.objects.items():
+        if key in names:
+            yield names[key], read_archive(opened.files, entry.item)
 
 
 def new_path(path: KeyPath, name: str) -> KeyPath:

@@ -2,7 +2,7 @@
 
 The rest stays, byte for byte and chunk by chunk. Weights and masters keep their values.
 
-What is mended, and what shows that it is right:
+What is repaired, and what shows that it is right:
 
 * fp32 masters that stand among the optimizer's states, where Megatron-LM's converter parks them: each rounds to the
   value under `model.*`, which is where Megatron-FSDP has its masters;
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from ckpt_tools.commands.edit.modify import new_path
+from ckpt_tools.commands.edit.modify import renamed_archives, renamed_target
 from ckpt_tools.commands.job.conversion import Conversion, EditOptions, Progress, open_source
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.report import ConversionReport, Edits
@@ -39,7 +39,7 @@ from ckpt_tools.megatron.keys import (
 from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.roles import MASTER
-from ckpt_tools.model.target import Target, TargetObject, TargetTensor
+from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.model.views import Source
 
 
@@ -66,7 +66,7 @@ def repair_checkpoint(
 
     Raises:
         UnsupportedCheckpointError: not `fsdp_dtensor`.
-        MappingError: damage that is known and that nothing in the checkpoint can mend.
+        MappingError: damage that is known and that nothing in the checkpoint can repair.
         VerificationError: nothing shows what is right.
         Otherwise the errors of opening, reading, planning and writing.
     """
@@ -85,28 +85,22 @@ def repair_checkpoint(
                 files, catalog.objects[b].item
             )
 
-        made, done = mend_keys(catalog, opened.common, is_same), None
+        made, done = repair_keys(catalog, opened.common, is_same), None
         if made.changes:
             done = edit(source, output, lambda opened: _plan(opened, made), options, progress, opened=opened)
     return Repaired(source, output, tuple(made.changes), location.left_out, done)
 
 
-def _plan(opened: Opened, made: MendedKeys) -> Conversion:
-    stored = opened.catalog.objects
-    archives = (
-        (name, read_archive(opened.files, stored[key].item))
-        for key, name in made.names.items()
-        if key in stored
-    )
+def _plan(opened: Opened, made: RepairedKeys) -> Conversion:
     return rewrite(
         opened,
-        mended_target(opened.catalog, made),
-        archives,
+        renamed_target(opened.catalog, made.names, made.taken_from),
+        renamed_archives(opened, made.names),
         Edits(),
         masters="as_stored",
         must_round=made.must_round,
         check_masters="all",
-        advice="They cannot take its place: a checkpoint that is half of another step cannot be repaired.",
+        advice="They cannot take its place: weights and masters of different steps are not repairable.",
     )
 
 
@@ -132,7 +126,7 @@ class Change:
 
 
 @dataclass
-class MendedKeys:
+class RepairedKeys:
     """Stored key -> key in the output, for keys that stay; values that come from elsewhere; what must be proven."""
 
     names: dict[str, str]
@@ -141,32 +135,19 @@ class MendedKeys:
     changes: list[Change] = field(default_factory=list)
 
 
-def mend_keys(catalog: Catalog, common: CommonState, same: Callable[[str, str], bool]) -> MendedKeys:
+def repair_keys(catalog: Catalog, common: CommonState, same: Callable[[str, str], bool]) -> RepairedKeys:
     """What is to be done to the keys of a checkpoint; nothing to a sound one.
 
     `same` tells whether two objects are stored with the same bytes.
     """
-    made = MendedKeys({key: key for key in (*catalog.tensors, *catalog.objects)})
+    made = RepairedKeys({key: key for key in (*catalog.tensors, *catalog.objects)})
     _take_masters(catalog, made)
     _name_groups(catalog, made, same)
     _number_layers(catalog, common, made)
     return made
 
 
-def mended_target(catalog: Catalog, made: MendedKeys) -> Target:
-    """All that stays, under its new keys."""
-    paths, tensors, objects = catalog.planner_paths, [], []
-    for key, name in made.names.items():
-        path = new_path(paths.get(key, (key,)), name)
-        if key in catalog.objects:
-            objects.append(TargetObject(name, None, path))
-            continue
-        source = catalog.tensors[made.taken_from.get(key, key)]
-        tensors.append(TargetTensor(name, source.dtype, source.shape, (Source(source.key),), path))
-    return Target(tuple(tensors), objects=tuple(objects))
-
-
-def _take_masters(catalog: Catalog, made: MendedKeys) -> None:
+def _take_masters(catalog: Catalog, made: RepairedKeys) -> None:
     """Masters into the place of the weights that they round to."""
     weights = {name: key for key in catalog.tensors if (name := model_name(key))}
     problems = []
@@ -204,7 +185,7 @@ def _take_masters(catalog: Catalog, made: MendedKeys) -> None:
         )
 
 
-def _name_groups(catalog: Catalog, made: MendedKeys, same: Callable[[str, str], bool]) -> None:
+def _name_groups(catalog: Catalog, made: RepairedKeys, same: Callable[[str, str], bool]) -> None:
     """Group fields under the names that a job asks for."""
     known = {split_half(name)[0] for key in catalog.tensors if (name := model_name(key))}
     renamed: dict[str, str] = {}
@@ -237,7 +218,7 @@ def _name_groups(catalog: Catalog, made: MendedKeys, same: Callable[[str, str], 
         made.changes.append(Change("group-names", tuple(renamed), proof))
 
 
-def _number_layers(catalog: Catalog, common: CommonState, made: MendedKeys) -> None:
+def _number_layers(catalog: Catalog, common: CommonState, made: RepairedKeys) -> None:
     """The layers of a pipeline stage under their numbers in the model."""
     weights = {name: key for key in catalog.tensors if (name := model_name(key))}
     states = {found.name for found in map(fsdp_state, catalog.tensors) if found}

@@ -19,7 +19,7 @@ from ckpt_tools.commands.job.report import ConversionReport, Edits
 from ckpt_tools.commands.job.rewrite import edit, rewrite
 from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.pickle.unpickle import StandIn
-from ckpt_tools.formats.storage.files import AnyPath, path_text, read_whole
+from ckpt_tools.formats.storage.files import AnyPath, read_whole
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
 from ckpt_tools.formats.torch_archive.object_writer import dump_archive
 from ckpt_tools.formats.untrusted_documents import parse_yaml
@@ -154,8 +154,8 @@ def slice_layers(
     """
     chosen = options or EditOptions()
     return edit(
-        path_text(source),
-        path_text(output),
+        source,
+        output,
         lambda opened: _plan(opened, layers, block, chosen.write.workers),
         chosen,
         progress,

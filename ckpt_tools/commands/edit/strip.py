@@ -29,7 +29,7 @@ from ckpt_tools.commands.job.rewrite import edit, rewrite, use_of_masters
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.run import Output, WriteOptions
 from ckpt_tools.formats.locate.detect import Location
-from ckpt_tools.formats.storage.files import AnyPath, path_text
+from ckpt_tools.formats.storage.files import AnyPath
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
 from ckpt_tools.formats.torch_archive.object_writer import dump_archive
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
@@ -38,7 +38,7 @@ from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, parameter_of
 from ckpt_tools.megatron.run_state.common_state import COMMON_FILE
 from ckpt_tools.megatron.torch_dist.write import OPTIMIZER_METADATA
 from ckpt_tools.model.choices import CheckLevel
-from ckpt_tools.model.dtypes import CASTABLE
+from ckpt_tools.model.dtypes import CASTABLE, check_dtype
 from ckpt_tools.model.roles import WEIGHT
 from ckpt_tools.model.target import Target, TargetObject, TargetTensor
 from ckpt_tools.model.views import Source
@@ -68,7 +68,7 @@ def strip_checkpoint(
         VerificationError: masters that do not round to the stored weights.
         Otherwise the errors of opening, planning and writing.
     """
-    source, output, options = path_text(source), path_text(output), options or EditOptions()
+    options = options or EditOptions()
     if fresh is None:
         return edit(
             source,
@@ -160,8 +160,7 @@ def _check_request(opened: Opened, dtype: str | None, fresh: TargetOptions | Non
         _check_fresh(opened, dtype)
     if dtype is None:
         return
-    if dtype not in CASTABLE:
-        raise UsageError(f"--dtype {dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
+    check_dtype(dtype)
     if not opened.format.masters_in_place:
         raise UsageError(
             f"--dtype {dtype}: {path} is {kind}, whose weights have the element type of the job already; "

@@ -33,7 +33,7 @@ from ckpt_tools.commands.job.report import ConversionReport
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.locate.detect import Location
-from ckpt_tools.formats.storage.files import AnyPath, path_text
+from ckpt_tools.formats.storage.files import AnyPath
 from ckpt_tools.formats.storage.joined_files import FilesBeside
 from ckpt_tools.megatron.huggingface.mapping.checks import Spec
 from ckpt_tools.megatron.huggingface.mapping.targets import Exported, export_targets
@@ -41,7 +41,7 @@ from ckpt_tools.megatron.huggingface.quantization.block_fp8 import block_fp8_of,
 from ckpt_tools.megatron.huggingface.quantization.quantized import SETTINGS
 from ckpt_tools.megatron.huggingface.vision.towers import language_settings
 from ckpt_tools.model.choices import Quantization
-from ckpt_tools.model.dtypes import CASTABLE
+from ckpt_tools.model.dtypes import check_dtype
 from ckpt_tools.model.target import InlineTensor, Target, TargetTensor, rebase
 from ckpt_tools.model.views import Source
 
@@ -62,7 +62,6 @@ def export_hf(
         VerificationError: masters that do not round to their weights, or a cast that makes infinities.
         CorruptCheckpointError, StorageError: damaged files, full disks.
     """
-    source, output = path_text(source), path_text(output)
     return convert(source, output, TO_HF, options or ExportOptions(), progress, dry_run)
 
 
@@ -96,8 +95,6 @@ def export_tensors(opened: Opened, request: ExportRequest, headers: bool = False
     With `headers` no payload is read, and values that are shared or computed are not looked at.
     """
     options, whole, source = request.options, request.whole, request.source
-    if options.dtype is not None and options.dtype not in CASTABLE:
-        raise UsageError(f"--dtype {options.dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
     for option, number in (("--vocab-size", options.vocab_size), ("--tp", options.tp)):
         if number is not None and number < 1:
             raise UsageError(f"{option} {number}: a number from 1 is expected")
@@ -165,6 +162,7 @@ def _export(source: ExportSource, request: ExportRequest, reference: Mapping[str
 def plan_export(opened: Opened, options: ExportOptions, world: int = 1) -> Conversion:
     """Everything up to the first byte; the files do not depend on how many processes write them."""
     del world
+    check_dtype(options.dtype)
     if options.peft:
         return plan_peft(opened, options)
     if options.alpha is not None:
@@ -219,7 +217,7 @@ def _as_asked(made: ExportTensors, options: ExportOptions) -> ExportTensors:
     if options.quantize is None:
         return made
     if made.source.beside is not None:
-        raise UsageError("--quantize: a vision-language model is written as it is stored only")
+        raise UsageError("--quantize: a vision-language model is written unquantized only")
     known = get_args(Quantization)
     if options.quantize not in known:
         raise UsageError(f"--quantize {options.quantize}: {', '.join(known)} is written")

@@ -46,7 +46,7 @@ DEFAULT_SHARD_SIZE = 5 * 10**9
 
 
 def families_with(rules: Path | None, config: Mapping[str, Any] | None = None) -> Mapping[str, Family]:
-    """The families that a model may be of: with a rule file the user's own alone, which it then is."""
+    """The families that a model may be of: with --rules, only the family in that file."""
     if rules is None:
         return FAMILIES
     own = load_rule_file(rules)
@@ -189,11 +189,11 @@ def hf_directory(
     extra = {**assets.files, CONFIG: as_json(config), **index}
     notes = []
     if not any(_IS_TOKENIZER.match(name) for name in assets.files):
-        where = "--hf-config has none" if hf_config else "pass --hf-config DIR to take one over"
+        where = "--hf-config has none" if hf_config else "pass --hf-config DIR to copy one"
         notes.append(f"no tokenizer was written; {where}")
     if assets.left:
         shown = ", ".join(assets.left[:8]) + (", ..." if len(assets.left) > 8 else "")
-        notes.append(f"not taken over from --hf-config: {shown}")
+        notes.append(f"not copied from --hf-config: {shown}")
     return HfDirectory(files, extra, tuple(notes))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from ckpt_tools.commands.adapters.peft import merge_peft, peft_files
 from ckpt_tools.commands.convert.to_fsdp_dtensor import prepare_model
@@ -34,7 +34,7 @@ from ckpt_tools.formats.locate.detect import MAX_DIGITS, Location, locate
 from ckpt_tools.formats.locate.run_layouts import ForeignFormatError, snapshot_of
 from ckpt_tools.formats.pickle.unpickle import StandIn, TorchDtype, stand_in
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
-from ckpt_tools.formats.storage.files import AnyPath, Files, path_text
+from ckpt_tools.formats.storage.files import AnyPath, Files
 from ckpt_tools.formats.storage.joined_files import FilesBeside
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh, given_settings
@@ -61,7 +61,7 @@ from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from ckpt_tools.megatron.vocab import padded_rows, vocabulary
 from ckpt_tools.model.catalog import Catalog, Made, Value, made_entry
 from ckpt_tools.model.choices import LayerSpec, MegatronFormat, TowerName
-from ckpt_tools.model.dtypes import CASTABLE
+from ckpt_tools.model.dtypes import check_dtype
 from ckpt_tools.model.kernels.kernel import AddNumber
 from ckpt_tools.model.model import Model, Parameter
 from ckpt_tools.model.roles import WEIGHT
@@ -70,7 +70,6 @@ from ckpt_tools.verify.readiness.facts import since
 
 MLA_NORM = re.compile(r"\.linear_(q|kv)_up_proj\.layer_norm_weight$")
 _FUSED_ONLY = ("linear_attention_freq", "hybrid_override_pattern")  # arguments of such layers
-FORMATS = ("torch_dist", "fsdp_dtensor")
 DIVISOR = 128  # Megatron's own --make-vocab-size-divisible-by
 _NEED_OPTIMIZER = since(
     "core-0.19"
@@ -110,7 +109,6 @@ def import_hf(
         VerificationError: a cast that makes infinities.
         CorruptCheckpointError, StorageError: damaged files, full disks.
     """
-    source, output = path_text(source), path_text(output)
     return convert(source, output, FROM_HF, options or ImportOptions(), progress, dry_run)
 
 
@@ -282,10 +280,10 @@ def common_state(imported: Imported, options: ImportOptions, source: str) -> Com
 
 
 def _check_options(options: ImportOptions) -> None:
-    if options.to not in FORMATS:
-        raise UsageError(f"--to {options.to}: Hugging Face models become {' or '.join(FORMATS)}")
-    if options.dtype is not None and options.dtype not in CASTABLE:
-        raise UsageError(f"--dtype {options.dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
+    if options.to not in get_args(MegatronFormat):
+        formats = " or ".join(get_args(MegatronFormat))
+        raise UsageError(f"--to {options.to}: Hugging Face models become {formats}")
+    check_dtype(options.dtype)
     check_tower(options.tower)
     if options.tower is not None and options.adapter is not None:
         raise UsageError(

@@ -108,8 +108,6 @@ def _refuse_meaningless(options: ExportOptions) -> None:
             f"{', '.join(useless)}: no meaning for a checkpoint with Hugging Face names, whose tensors are written "
             "as they are"
         )
-    if options.dtype is not None and options.dtype not in CASTABLE:
-        raise UsageError(f"--dtype {options.dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
 
 
 def expected_model(

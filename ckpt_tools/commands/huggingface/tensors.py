@@ -33,7 +33,7 @@ def refuse_adapters(names: Iterable[str]) -> None:
     found = [name for name in names if _ADAPTED.search(name)]
     if found:
         raise MappingError(
-            f"{len(found)} tensors belong to an adapter (LoRA and its kin), not to a model of its own. Merge it "
+            f"{len(found)} tensors belong to an adapter (LoRA or similar), not to a model. Merge it "
             "first: `model.merge_and_unload().save_pretrained(DIR)` of peft, then import DIR; base and adapter in "
             "directories of their own are merged by --adapter:\n" + list_problems(found[:4]),
             found[:4],

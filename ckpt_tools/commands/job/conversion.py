@@ -31,7 +31,7 @@ from ckpt_tools.execute.proof.masters import (
 from ckpt_tools.execute.proof.prove_source import prove_payloads
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, rehearse, write_checkpoint
 from ckpt_tools.formats.locate.detect import Location
-from ckpt_tools.formats.storage.files import Files
+from ckpt_tools.formats.storage.files import AnyPath, Files, path_text
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.run_state.common_state import RUN_CONFIG, TRAIN_STATE
 from ckpt_tools.model.box import Box
@@ -133,7 +133,7 @@ class Prepared(Contents):
         again = self.without_masters
         tp = self.job.record.tp if layout.topology is None else None
         if self.to == "fsdp_dtensor" and tp is not None and tp.source == "--tp" and tp.ranks > 1:
-            # Without the job's other sizes it is what the output says that it is for: such a job must be able to be.
+            # With --tp alone, check that at least one job of that TP size can exist.
             place_model(self.live_model(), Layout("mfsdp-v1", Topology(tp=tp.ranks, etp=1)))
         core = None if layout.name == "even" else place_model(self.live_model(), layout)
         plan = lay_out(self.catalog, self.target, core, self.archives(), layout, keep_order=self.keep_order)
@@ -188,8 +188,8 @@ def like_to_like(
 
 
 def convert(
-    source: str,
-    output: str,
+    source: AnyPath,
+    output: AnyPath,
     writer: Writer[AnyOptions],
     options: AnyOptions,
     progress: Progress | None = None,
@@ -201,6 +201,7 @@ def convert(
         UnsupportedCheckpointError: a Hugging Face model, which `import-hf` takes.
         CorruptCheckpointError: facts of the source contradict each other, since payloads are damaged.
     """
+    source, output = path_text(source), path_text(output)
     with writer.open(source, options) as opened:
         if opened.location.kind == "safetensors" and writer.imported_as is not None:
             words = shlex.join(["import-hf", source, output, "--to", writer.imported_as])

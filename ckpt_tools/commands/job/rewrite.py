@@ -20,6 +20,7 @@ from ckpt_tools.commands.job.placements import stored_chunks
 from ckpt_tools.commands.job.report import ConversionReport, Edits, MastersUse
 from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.locate.detect import Location
+from ckpt_tools.formats.storage.files import AnyPath
 from ckpt_tools.formats.torch_archive.item_reader import read_small_file
 from ckpt_tools.megatron.keys import is_optimizer_key
 from ckpt_tools.megatron.run_state.record import RECORD_FILE
@@ -31,8 +32,8 @@ COMPANIONS = ("metadata.json", "common.pt", "run_config.yaml", "train_state.pt",
 
 
 def edit(
-    source: str,
-    output: str,
+    source: AnyPath,
+    output: AnyPath,
     plan: Callable[[Opened], Conversion],
     options: EditOptions,
     progress: Progress | None,

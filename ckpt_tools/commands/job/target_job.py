@@ -79,7 +79,7 @@ def need_tp(packed: Iterable[str], asked: int | None, layout: Layout | None, sto
     source = "" if stored is None else f" (the source is of TP {stored.ranks}, by {stored.source})"
     raise UsageError(
         f"--tp is needed: the rows of {summary(names)} are in an order that only one tensor parallel size has, and a "
-        f"job of another size would load them without a word and compute something else. Give the size of the job "
+        f"job of another size would load them without an error and give wrong results. Give the size of the job "
         f"that will load the result{source}"
     )
 

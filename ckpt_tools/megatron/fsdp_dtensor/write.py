@@ -56,7 +56,7 @@ from ckpt_tools.megatron.torch_dist.optimizers import (
 from ckpt_tools.megatron.torch_dist.stacking import contradicted_layers
 from ckpt_tools.megatron.vocab import VocabChange, Vocabulary, resize_vocab, told_tokens, vocabulary
 from ckpt_tools.model.catalog import Catalog, Item, concat
-from ckpt_tools.model.dtypes import CASTABLE
+from ckpt_tools.model.dtypes import check_dtype
 from ckpt_tools.model.model import Model, unread_note
 from ckpt_tools.model.roles import MASTER
 from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTensor
@@ -209,8 +209,7 @@ def check_options(options: TargetOptions) -> None:
         raise UsageError(
             "--dtype goes with --weights-only: a job that resumes needs its fp32 masters as they are"
         )
-    if options.dtype is not None and options.dtype not in CASTABLE:
-        raise UsageError(f"--dtype {options.dtype}: weights can be written as {', '.join(sorted(CASTABLE))}")
+    check_dtype(options.dtype)
     if options.tp is not None and options.tp < 1:
         raise UsageError(f"--tp {options.tp}: at least one rank is needed")
 
