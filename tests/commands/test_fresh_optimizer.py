@@ -145,7 +145,7 @@ def test_weights_alone_get_one_by_strip(dtype: str | None, tmp_path: Path) -> No
     assert verify_checkpoint(str(made), None, VerifyOptions(content=True)).is_valid
 
 
-@pytest.mark.parametrize("target", ["core-0.16", "core-0.17", "core-0.19", "main"])
+@pytest.mark.parametrize("target", ["core-0.16", "core-0.17", "core-0.18", "core-0.19", "main"])
 def test_preflight_starts_it_strictly_on_every_version(target: str, tmp_path: Path) -> None:
     made = fresh(RUN, tmp_path / "out", dialect=target, lr=1e-5, min_lr=1e-6)
     found = preflight(str(made))
@@ -170,16 +170,16 @@ def test_preflight_says_what_starts_where(tmp_path: Path, capsys: pytest.Capture
     def starts(checkpoint: Path) -> dict[str, str | None]:
         return {start.program: start.how for start in preflight(str(checkpoint)).starts}
 
-    every = ("core-0.16", "core-0.17", "core-0.19", "main")
-    assert [starts(NATIVE)[program] for program in every] == ["resume"] * 4
+    every = ("core-0.16", "core-0.17", "core-0.18", "core-0.19", "main")
+    assert [starts(NATIVE)[program] for program in every] == ["resume"] * 5
     made = fresh(RUN, tmp_path / "fresh")
-    assert [starts(made)[program] for program in every] == ["fresh optimizer"] * 4
+    assert [starts(made)[program] for program in every] == ["fresh optimizer"] * 5
     strip_checkpoint(str(NATIVE), str(tmp_path / "weights"))
-    assert [starts(tmp_path / "weights")[program] for program in every] == ["weights alone"] * 2 + [None] * 2
+    assert [starts(tmp_path / "weights")[program] for program in every] == ["weights alone"] * 2 + [None] * 3
     assert run(["preflight", str(tmp_path / "weights")]) == 1
     said = capsys.readouterr().out
     assert "  core-0.16, core-0.17, bridge: weights alone\n" in said
-    assert "  core-0.19, main: does not start (optimizer-entries)\n" in said
+    assert "  core-0.18, core-0.19, main: cannot load it (optimizer-entries)\n" in said
     assert not preflight(str(RUN)).starts
 
 
@@ -300,7 +300,7 @@ def test_embeddings_with_a_rate_of_their_own_keep_it(tmp_path: Path) -> None:
         (["strip", RUN, "--fresh-optimizer"], "a 3D-parallel job starts from weights alone"),
         (["strip", NATIVE, "--fresh-optimizer", "--dtype", "bfloat16"], "--dtype bfloat16: fp32 masters"),
         (["strip", NATIVE, "--lr", "0.1"], "--lr: only valid with --fresh-optimizer"),
-        (["import-hf", NATIVE, "--fresh-optimizer"], "need --to fsdp_dtensor: a 3D-parallel job"),
+        (["import-hf", NATIVE, "--to", "torch_dist", "--fresh-optimizer"], "need --to fsdp_dtensor: a 3D-parallel job"),
     ],
 )  # fmt: skip
 def test_what_goes_with_it(

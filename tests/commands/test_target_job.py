@@ -71,7 +71,7 @@ def test_what_has_nothing_packed_needs_none(tmp_path, capsys):
     }
     assert convert(gdn(GDN[1]), tmp_path / "c", "--target", "bridge") == 0  # keeps the parts apart
     shown = capsys.readouterr().out
-    assert "job        TP 2 (the source's rng states); loads at any TP" in shown
+    assert "job       TP 2 (the source's rng states); loads at any TP" in shown
     assert run(["build-param-group-map", str(gdn(GDN[0])), "-o", str(tmp_path / "map.json")]) == 0
 
 

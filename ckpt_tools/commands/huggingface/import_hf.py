@@ -73,7 +73,7 @@ _FUSED_ONLY = ("linear_attention_freq", "hybrid_override_pattern")  # arguments 
 FORMATS = ("torch_dist", "fsdp_dtensor")
 DIVISOR = 128  # Megatron's own --make-vocab-size-divisible-by
 _NEED_OPTIMIZER = since(
-    "core-0.19"
+    "core-0.18"
 )  # programs that start from no checkpoint without one: the rule `warm-start`
 
 
