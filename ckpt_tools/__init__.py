@@ -22,7 +22,7 @@ One conversion, as data::
     files, `.metadata` last, directory renamed into place, tracker replaced
 
 Everything that decides a byte's way is in `.metadata` and the common state. What views show is moved as bytes; what
-no stored tensor holds is computed by a kernel, a tile at a time. `README.md` beside this file follows one conversion
+no stored tensor holds is computed by a kernel, a tile at a time. `README.md` in this folder follows one conversion
 through the modules; each room's docstring lists its own.
 """
 

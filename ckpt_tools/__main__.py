@@ -18,9 +18,9 @@ def main() -> None:
     def leave(number: int, _frame: FrameType | None) -> None:
         """End here and now, with a word: while modules are imported there is nothing to clean up.
 
-        SIGTERM stays so: whoever has something to clean up asks for it himself (`execute.signals`).
+        SIGTERM stays so: code that has something to clean up handles it (`StopSignals`).
         """
-        if os.getpid() == process:  # not a forked worker, whose parent tells
+        if os.getpid() == process:  # not a forked worker: its parent reports
             with suppress(OSError):
                 os.write(2, _ENDED[signal.Signals(number)])
         os._exit(128 + number)

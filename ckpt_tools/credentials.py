@@ -18,7 +18,7 @@ _HOST = r"(\[[0-9A-Fa-f:.]+\]|[^:]*)(:\d+)?"
 
 
 def hidden(location: str) -> str:
-    """`location` without login and query token, which `revealed` gives back; anything but a URL stays as it is."""
+    """`location` without login and query token, which `revealed` gives back; anything but a URL is unchanged."""
     found = re.fullmatch(_URL, location) if "://" in location else None
     if found is None:
         return location

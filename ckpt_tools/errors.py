@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from ckpt_tools.redaction import redacted
 
 MAX_LISTED_PROBLEMS = 20
-_LISTED_ALIKE = 3
+_LISTED = 3  # of each kind
 _NUMBERS = re.compile(r"\d+")
 
 
@@ -46,7 +46,7 @@ class UsageError(CkptError):
 
 
 class UnsupportedCheckpointError(CkptError):
-    """Not a checkpoint, or one of a kind this version does not read."""
+    """Not a checkpoint, or in a format that is not read."""
 
     exit_code = 3
 
@@ -90,7 +90,7 @@ class Interrupted(CkptError):  # noqa: N818  named for what happened, like Keybo
 
 
 class Terminated(CkptError):  # noqa: N818
-    """SIGTERM: stopped cleanly, `--resume` goes on from here."""
+    """SIGTERM: stopped cleanly, `--resume` continues."""
 
     exit_code = 143
 
@@ -111,16 +111,16 @@ def list_problems(problems: Iterable[str]) -> str:
     kinds: dict[str, list[str]] = {}
     for line in lines:
         kinds.setdefault(_NUMBERS.sub("#", line), []).append(line)
-    shown, told = list[str](), 0
-    for alike in kinds.values():
+    shown, counted = list[str](), 0
+    for same in kinds.values():
         if len(shown) >= MAX_LISTED_PROBLEMS:
             break
-        shown += [f"  - {line}" for line in alike[:_LISTED_ALIKE]]
-        told += len(alike)
-        if len(alike) > _LISTED_ALIKE:
-            shown.append(f"  ... and {len(alike) - _LISTED_ALIKE} more like these")
-    if told < len(lines):
-        shown.append(f"  ... and {len(lines) - told} more")
+        shown += [f"  - {line}" for line in same[:_LISTED]]
+        counted += len(same)
+        if len(same) > _LISTED:
+            shown.append(f"  ... and {len(same) - _LISTED} more like these")
+    if counted < len(lines):
+        shown.append(f"  ... and {len(lines) - counted} more")
     return "\n".join(shown)
 
 

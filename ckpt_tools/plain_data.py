@@ -9,7 +9,7 @@ from typing import Any
 
 
 def plain(value: Any, names: Mapping[str, str] | None = None) -> Any:
-    """Dataclasses and named tuples as objects, whose fields keep their names unless `names` has another.
+    """Dataclasses and named tuples as objects; fields keep their names unless `names` has another.
 
     Numbers that JSON does not have, NaN and infinities, become text.
     """

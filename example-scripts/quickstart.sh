@@ -23,7 +23,7 @@ echo "1. What is in the torch_dist checkpoint?"
 "$PYTHON" -m ckpt_tools inspect "$source_dir"
 
 echo "2. Convert it for Megatron-FSDP."
-"$PYTHON" -m ckpt_tools convert-torch-dist-to-fsdp-dtensor "$source_dir" "$output_dir"
+"$PYTHON" -m ckpt_tools convert "$source_dir" "$output_dir"
 
 echo "3. What came out?"
 "$PYTHON" -m ckpt_tools inspect "$output_dir" --keys 'model.module.decoder.layers.0.*'

@@ -16,7 +16,7 @@
 #   MBS, GBS, SEQ_LEN, TRAIN_ITERS   micro and global batch, sequence length, steps  [1, 2048, 4096, 1000]
 #   MINUTES          after which a job saves and leaves; below the time limit  [225]
 #   WEIGHTS_ONLY     1: CHECKPOINT has no optimizer state, start a new one; Megatron core 0.18 and later cannot  [0]
-#   TARGET           version that MEGATRON is, as preflight names it (core-0.16, core-0.17, core-0.19, main)
+#   TARGET           version that MEGATRON is, as preflight names it (core-0.16 to core-0.19, main)
 #                    [the one that CHECKPOINT was converted for, else main]
 #   EXTRA_ARGS       further flags of pretrain_gpt.py
 #   PYTHON, TORCHRUN programs of the environment that has ckpt_tools and torch  [python3, torchrun]

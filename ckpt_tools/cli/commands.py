@@ -102,7 +102,7 @@ class Commands(Mapping[str, Any]):
         return typer.main.get_command(app)
 
     def __contains__(self, name: object) -> bool:
-        return name in MODULES  # `Mapping` would build the command to tell
+        return name in MODULES  # `Mapping` would build the command
 
     def __iter__(self) -> Iterator[str]:
         return iter(MODULES)

@@ -113,7 +113,7 @@ def by_section(rows: Iterable[tuple[str, Row]]) -> dict[str, list[Row]]:
 
 
 def write_epilog(epilog: str | None, formatter: Any) -> None:
-    """The end of a page, line by line as it is; what is indented most are commands."""
+    """The end of a page, with its lines kept; the lines with the largest indent are commands."""
     if epilog:
         folded = [
             part

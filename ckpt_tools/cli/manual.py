@@ -194,7 +194,7 @@ def examples(name: str, most: int | None = None) -> str:
 
 
 def command_line(words: str) -> str:
-    """An example as it is typed, folded before options so that it fits 80 columns with its indent."""
+    """An example to be typed, folded before options so that it fits 80 columns with its indent."""
     line = words if words.startswith("torchrun ") else f"{PROGRAM} {words}"
     lines = [""]
     for part in re.split(r"(?= -)", line):

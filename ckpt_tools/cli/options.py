@@ -165,7 +165,7 @@ def model_folder(path: Path | None) -> str | None:
 
 
 def in_a_folder(file: Path | None) -> Path | None:
-    """`file`, if it can be made where it is to be: told before the work, not after it.
+    """`file`, if it can be written: checked before the work.
 
     A report or a page replaces an earlier one, and nothing else: least of all a file of a checkpoint.
     """

@@ -47,7 +47,7 @@ TABLE: dict[str, Row] = {
     "rename_mtp": flag("--rename-mtp-keys", panel=MODEL,
                        help="Name MTP inner layers mtp_model_layer for every target."),
     "dialect": option(c.DialectName, "--target", panel=MODEL,
-                      help="Megatron version that will load the output, whose names it gets. Default: bridge for a "
+                      help="Megatron version that will load the output: names differ. Default: bridge for a "
                            "Bridge checkpoint, else main."),
     "layer_spec": option(c.LayerSpec, "--layer-spec", panel=MODEL,
                          help="Norm names: Transformer Engine's or the local spec's. Default: from the checkpoint."),

@@ -8,6 +8,7 @@ target             MTP inner layer: state / group      fused MLA down-proj    GD
 =================  ==================================  =====================  ======================  ===========
 core-0.16          transformer_layer / same            fused                  fused per TP rank       conv1d.x
 core-0.17          mtp_model_layer / same              fused                  fused per TP rank       conv1d.x
+core-0.18          mtp_model_layer / same              fused                  fused per TP rank       conv1d.x
 core-0.19          mtp_model_layer / same              fused                  fused per TP rank       conv1d.x
 main               transformer_layer / mtp_model_layer unfused / fused        fused per TP rank       conv1d_x
 bridge             mtp_model_layer / same              fused                  kept apart / fused      conv1d.x
@@ -65,6 +66,7 @@ DIALECTS: dict[DialectName, Dialect] = {
     for dialect in (
         Dialect("core-0.16", MTP_DISK, MTP_DISK, rng_by_dp=True),
         Dialect("core-0.17", MTP_LIVE, MTP_LIVE),
+        Dialect("core-0.18", MTP_LIVE, MTP_LIVE),
         Dialect("core-0.19", MTP_LIVE, MTP_LIVE),
         Dialect("main", MTP_DISK, MTP_LIVE, mla_fused_in_state=False, mamba_conv="conv1d_"),
         Dialect("bridge", MTP_LIVE, MTP_LIVE, gdn_fused_in_state=False, rng_by_dp=True),

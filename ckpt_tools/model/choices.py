@@ -8,7 +8,7 @@ MegatronFormat: TypeAlias = Literal["torch_dist", "fsdp_dtensor"]
 CheckpointKind: TypeAlias = Literal["torch_dist", "fsdp_dtensor", "dcp", "safetensors"]
 Format: TypeAlias = Literal["fsdp_dtensor", "torch_dist", "dcp", "hf"]
 """What an output is; the order is that of help."""
-DialectName: TypeAlias = Literal["core-0.16", "core-0.17", "core-0.19", "main", "bridge"]
+DialectName: TypeAlias = Literal["core-0.16", "core-0.17", "core-0.18", "core-0.19", "main", "bridge"]
 """The program that loads a result."""
 LayerSpec: TypeAlias = Literal["te", "local"]
 """Whose modules a layer is made of: Transformer Engine's, which fuse norms into projections, or Megatron's own."""

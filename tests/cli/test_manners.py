@@ -177,6 +177,8 @@ def test_a_hostile_common_state_is_there(tmp_path: Path, capsys: pytest.CaptureF
     out = capsys.readouterr().out
     assert "error: common state: " in out
     assert "neither common.pt nor common_state" not in out
+    assert run(["ls", str(root)]) == 0
+    assert " damaged " in capsys.readouterr().out
 
 
 def test_a_resumed_conversion_that_is_finished_is_compared(

@@ -199,7 +199,7 @@ def test_preflight(capsys):
     assert report["program"] == "main"
     sources = {check["name"]: check.get("source") for check in report["checks"]}
     assert sources["fsdp-or-fsdp2"].endswith("training/arguments.py validate_args (core-0.16 to main)")
-    assert sources["warm-start"].endswith("_copy_model_params_to_main_params (core-0.19 to main)")
+    assert sources["warm-start"].endswith("_copy_model_params_to_main_params (core-0.18 to main)")
     assert any(f["fix"] == "drop --use-torch-fsdp2" for c in report["checks"] for f in c["findings"])
 
 

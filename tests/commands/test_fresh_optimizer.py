@@ -117,7 +117,7 @@ def test_weights_alone_get_one_by_strip(dtype: str | None, tmp_path: Path) -> No
     assert is_sound(made)
 
 
-@pytest.mark.parametrize("target", ["core-0.16", "core-0.17", "core-0.19", "main"])
+@pytest.mark.parametrize("target", ["core-0.16", "core-0.17", "core-0.18", "core-0.19", "main"])
 def test_preflight_starts_it_strictly_on_every_version(target: str) -> None:
     made = fsdp(LLAMA, **FRESH, dialect=target, lr=1e-5, min_lr=1e-6)
     found = preflight(str(made))
@@ -142,14 +142,14 @@ def test_preflight_says_what_starts_where(capsys: pytest.CaptureFixture[str]) ->
     def starts(checkpoint: Path) -> dict[str, str | None]:
         return {start.program: start.how for start in preflight(str(checkpoint)).starts}
 
-    every = ("core-0.16", "core-0.17", "core-0.19", "main")
-    assert [starts(iteration_of(NATIVE))[program] for program in every] == ["resume"] * 4
-    assert [starts(fsdp(LLAMA, **FRESH))[program] for program in every] == ["fresh optimizer"] * 4
+    every = ("core-0.16", "core-0.17", "core-0.18", "core-0.19", "main")
+    assert [starts(iteration_of(NATIVE))[program] for program in every] == ["resume"] * 5
+    assert [starts(fsdp(LLAMA, **FRESH))[program] for program in every] == ["fresh optimizer"] * 5
     weights = stripped(NATIVE)
-    assert [starts(weights)[program] for program in every] == ["weights alone"] * 2 + [None] * 2
+    assert [starts(weights)[program] for program in every] == ["weights alone"] * 2 + [None] * 3
     assert run(["preflight", str(weights)]) == 1
     said = capsys.readouterr().out
-    assert "  core-0.19, main: cannot load it (optimizer-entries)\n" in said
+    assert "  core-0.18, core-0.19, main: cannot load it (optimizer-entries)\n" in said
     assert not preflight(str(RUN)).starts
 
 

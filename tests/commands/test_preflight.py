@@ -69,7 +69,7 @@ def test_a_job_that_trained_breaks_no_rule(target):
     assert broken(GOOD, target=target) == {}
 
 
-LATER = ("core-0.19", "main")
+LATER = ("core-0.18", "core-0.19", "main")
 CASES = [  # flags added, the rule that they break, what is found, in which versions
     ("--ckpt-format torch_dist", "ckpt-format", "torch_dist", VERSIONS),
     ("--use-torch-fsdp2", "fsdp-or-fsdp2", "use_torch_fsdp2", VERSIONS),
@@ -78,10 +78,10 @@ CASES = [  # flags added, the rule that they break, what is found, in which vers
     ("--expert-model-parallel-size 2", "expert-ranks", "0 experts on 2 ranks", VERSIONS),
     ("--optimizer dist_muon", "optimizer", "dist_muon", VERSIONS),
     ("--optimizer lion", "optimizer", "lion", LATER),
-    ("--moe-single-grouped-weight", "single-grouped", "weight", LATER),
-    ("--moe-single-grouped-bias", "single-grouped", "bias", LATER),
-    ("--tensor-parallel-num-weight-shards 4", "weight-shards", "4 on 2", LATER),
-    ("--expert-tensor-parallel-num-weight-shards 4", "weight-shards", "expert_tensor", LATER),
+    ("--moe-single-grouped-weight", "single-grouped", "weight", LATER[1:]),
+    ("--moe-single-grouped-bias", "single-grouped", "bias", LATER[1:]),
+    ("--tensor-parallel-num-weight-shards 4", "weight-shards", "4 on 2", LATER[1:]),
+    ("--expert-tensor-parallel-num-weight-shards 4", "weight-shards", "expert_tensor", LATER[1:]),
     ("--lr 0.02 --min-lr 0.001", "schedule", "max_lr: job 0.02, checkpoint 0.01", VERSIONS),
     ("--lr-decay-iters 40", "schedule", "lr_decay_steps: job 320, checkpoint 160", VERSIONS),
     ("--num-layers 4", "architecture", "num_layers: job 4, checkpoint 2", VERSIONS),
@@ -192,7 +192,7 @@ def test_rules_say_where_they_come_from():
         ("--use-megatron-fsdp", "main", {"megatron-fsdp"}),
         ("--use-distributed-optimizer", "core-0.16", {"distributed-optimizer"}),
         ("--use-distributed-optimizer", "core-0.17", {"distributed-optimizer"}),
-        ("--use-distributed-optimizer", "core-0.19", set()),  # switched on by itself
+        ("--use-distributed-optimizer", "core-0.18", set()),  # switched on by itself
         ("--use-distributed-optimizer", "main", set()),
         ("--no-gradient-accumulation-fusion", "main", {"gradient-accumulation-fusion"}),
         ("--data-parallel-sharding-strategy", "main", set()),  # its default since 0.18

@@ -73,6 +73,7 @@ MTP = {"mtp.layers.0.transformer_layer.norm": (4,)}
           for dialect, state, group in (
               ("core-0.16", "transformer_layer", "transformer_layer"),
               ("core-0.17", "mtp_model_layer", "mtp_model_layer"),
+              ("core-0.18", "mtp_model_layer", "mtp_model_layer"),
               ("core-0.19", "mtp_model_layer", "mtp_model_layer"),
               ("main", "transformer_layer", "mtp_model_layer"),
               ("bridge", "mtp_model_layer", "mtp_model_layer"))),

@@ -23,7 +23,7 @@ WIDTH = 106  # columns
 _COLUMN = 12.2  # units of the picture
 # Command, and how many lines of it are shown from its start and its end.
 SHOWN = [
-    ("convert llama llama_fsdp --gpus 4", 9, 0),
+    ("convert llama llama_fsdp --gpus 4", 7, 0),
     ("diff llama llama_fsdp", 0, 1),
     ("preflight llama_fsdp", 10, 5),
 ]

@@ -3,6 +3,7 @@
 Run by hand, with checkouts of Megatron-LM and a Python that has torch:
 
     python tests/verify/megatron_flags.py core-0.16=/src/core_v0.16.1 core-0.17=/src/core_v0.17.1 \
+        core-0.18=/src/core_v0.18.2 \
         core-0.19=/src/core_v0.19.0 main=/src/main
 
 Facts alone are kept: spellings, names, kinds, types, defaults and choices. A checkout needs none of its GPU packages:

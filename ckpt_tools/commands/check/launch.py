@@ -292,7 +292,7 @@ def _decided(f: Facts) -> dict[str, Any]:
         decided |= {name: f.schedule[key] for name, key in rates.items() if key in f.schedule}
         decided["override_opt_param_scheduler"] = True
     stages = range(decided["pipeline_model_parallel_size"])
-    if not f.states and (f.kind == "torch_dist" or f.job.program in before("core-0.19")):
+    if not f.states and (f.kind == "torch_dist" or f.job.program in before("core-0.18")):
         decided["finetune"] = True
     elif not all((stage, rank) in f.rng_ranks for stage in stages for rank in range(f.tp)):
         decided["no_load_rng"] = True
@@ -357,7 +357,7 @@ def _script(f: Facts) -> str:
     if any(name.startswith("vision_model.") for name in f.stored.shapes):
         return "pretrain_vlm.py"
     if any(".mixer." in name for name in f.stored.shapes):
-        return "pretrain_mamba.py" if f.job.program in before("core-0.19") else "pretrain_hybrid.py"
+        return "pretrain_mamba.py" if f.job.program in before("core-0.18") else "pretrain_hybrid.py"
     return "pretrain_gpt.py"
 
 

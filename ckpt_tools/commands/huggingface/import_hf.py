@@ -72,7 +72,7 @@ MLA_NORM = re.compile(r"\.linear_(q|kv)_up_proj\.layer_norm_weight$")
 _FUSED_ONLY = ("linear_attention_freq", "hybrid_override_pattern")  # arguments of such layers
 DIVISOR = 128  # Megatron's own --make-vocab-size-divisible-by
 _NEED_OPTIMIZER = since(
-    "core-0.19"
+    "core-0.18"
 )  # programs that start from no checkpoint without one: the rule `warm-start`
 
 

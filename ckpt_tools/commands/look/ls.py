@@ -11,6 +11,7 @@ from ckpt_tools.errors import (
     NEVER_FINDINGS,
     CkptError,
     CorruptCheckpointError,
+    HostileCheckpointError,
     UnsupportedCheckpointError,
     UsageError,
 )
@@ -222,7 +223,7 @@ def topology_of(opened: Opened) -> dict[str, int]:
             return recorded
     try:
         common = read_common_state(opened.files, opened.catalog, opened.trust_pickle)
-    except NEVER_FINDINGS:
+    except (*NEVER_FINDINGS, HostileCheckpointError):
         raise
     except CkptError:  # `verify` reports it
         return {}

@@ -169,12 +169,12 @@ def norms_svg(found: CheckpointStatistics) -> str:
     below, height = _histograms(roles)
     return _strip_svg(
         f"{_name(found.checkpoint)}: norms",
-        "one column per layer; colours tell how far a root mean square is from the middle of its row",
+        f"{_verdict(found)} A column is a layer; colour: RMS relative to the row's median, grey: like the others",
         list(dict.fromkeys(t.named.part.label for t in found.tensors)),
         rows,
         (
             (about_middle(-1), f"{2**_FACTOR:.0f} times smaller"),
-            (about_middle(0), "as the others"),
+            (about_middle(0), "healthy"),
             (about_middle(1), f"{2**_FACTOR:.0f} times larger"),
             (EMPTY, "all zeros"),
             (BAD, "NaN or Inf"),
@@ -184,19 +184,20 @@ def norms_svg(found: CheckpointStatistics) -> str:
     )
 
 
+def _verdict(found: CheckpointStatistics) -> str:
+    if wrong := found.nonfinite():
+        return f"{len(wrong):,} of {len(found.tensors):,} tensors hold NaN or infinity."
+    return f"No NaN and no infinity in {len(found.tensors):,} tensors."
+
+
 def norms_html(found: CheckpointStatistics) -> str:
     """A page with the strip, what is not finite, histograms of every kind of tensor, and all numbers."""
     wrong = found.nonfinite()
-    verdict = (
-        f"{len(wrong):,} of {len(found.tensors):,} tensors hold NaN or infinity."
-        if wrong
-        else f"No NaN and no infinity in {len(found.tensors):,} tensors."
-    )
     kinds = joined(((t.named.role, f"{f'{t.named.part.block}.*.' if t.named.part.block else ''}{t.named.part.leaf}"),
                     t.found) for t in found.tensors)  # fmt: skip
     return _page(
         _name(found.checkpoint),
-        f"<p><b>{verdict}</b> {safe(found.checkpoint)}, {safe(found.kind)}, by {safe(found.by)}. "
+        f"<p><b>{_verdict(found)}</b> {safe(found.checkpoint)}, {safe(found.kind)}, by {safe(found.by)}. "
         f"All sums were taken in float64, over the finite elements.</p>{_notes(found.notes)}"
         f'<div class="scroll">{norms_svg(found)}</div>{_figures(kinds)}<h2>Numbers</h2>',
         _NUMBERS,

@@ -215,7 +215,7 @@ _TYPES: dict[str, Callable[[str], Any]] = {
 
 
 BRIDGE, MAIN = "bridge", "main"
-VERSIONS = ("core-0.16", "core-0.17", "core-0.19", MAIN)  # of Megatron-LM, oldest first
+VERSIONS = ("core-0.16", "core-0.17", "core-0.18", "core-0.19", MAIN)  # of Megatron-LM, oldest first
 PROGRAMS = (*VERSIONS, BRIDGE)
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _OVERRIDE = re.compile(r"[+~]{0,2}([a-z_]+(?:\.[a-z_0-9]+)+)=(.*)", re.DOTALL)

@@ -254,7 +254,7 @@ JOB_RULES = (
          "training/checkpointing.py preprocess_fsdp_dtensor_state_dict", _ALL),
     Rule("distributed-optimizer", ERROR, _off("use_distributed_optimizer"), "the sharded states live in the "
          "distributed optimizer; later versions switch it on by themselves", "--use-distributed-optimizer",
-         "optimizer/distrib_optimizer.py", before("core-0.19")),
+         "optimizer/distrib_optimizer.py", before("core-0.18")),
     Rule("sharding-strategy", ERROR, _strategy, f"known strategies are {', '.join(_STRATEGIES)}",
          "ddp.data_parallel_sharding_strategy=optim_grads_params", _BUFFER, (BRIDGE,)),
     Rule("gradient-accumulation-fusion", WARNING, _fusion, "fused weight gradients go around the sharded buffer "
@@ -262,10 +262,10 @@ JOB_RULES = (
     Rule("max-connections", ERROR, _max_connections, "one hardware queue serialises all-gathers with compute; "
          "Megatron refuses to start", "unset CUDA_DEVICE_MAX_CONNECTIONS", _ARGUMENTS, _ALL),
     Rule("optimizer", ERROR, _muon, "Megatron-FSDP does not run it", "--optimizer adam", _ARGUMENTS,
-         before("core-0.19")),
+         before("core-0.18")),
     Rule("optimizer", ERROR, _other_than("optimizer", "sgd", "adam"),
          "Megatron-FSDP runs no emerging optimizer (Muon, Lion, SOAP)", "--optimizer adam", _ARGUMENTS,
-         since("core-0.19")),
+         since("core-0.18")),
     Rule("sgd", ERROR, _sgd, "the distributed optimizer that Megatron-FSDP needs takes Adam alone",
          "--optimizer adam", "core/optimizer/distrib_optimizer.py DistributedOptimizer", _ALL),
     Rule("single-grouped", ERROR, _switch("moe_single_grouped_weight", "moe_single_grouped_bias"), "one tensor of "
@@ -340,7 +340,7 @@ def wanted_rows(f: Facts, settings: Mapping[str, Any], tp: int | None = None) ->
     )
     if not isinstance(size, int):
         return None
-    if settings.get("tokenizer_type") == "NullTokenizer" and f.job.program in before("core-0.19"):
+    if settings.get("tokenizer_type") == "NullTokenizer" and f.job.program in before("core-0.18"):
         size += 1  # its end of document
     multiple = _multiple(f, settings, tp)
     return -(-size // multiple) * multiple if _pads(f, settings) else size
@@ -497,9 +497,9 @@ RULES = (
          "mfsdp-v2", "distributed/fsdp/mcore_fsdp_adapter.py FullyShardedDataParallelV2"),
     *MODEL_RULES,
     Rule("warm-start", ERROR, _warm_start, "after a load without optimizer Megatron-FSDP is to copy weights to "
-         "masters, and stops: it does not implement that", _WITH_OPTIMIZER, _RELOAD, since("core-0.19")),
-    Rule("optimizer-entries", ERROR, _optimizer_entries, _EVERY_STATE, "--finetune", _LOADED, before("core-0.19")),
-    Rule("optimizer-entries", ERROR, _optimizer_entries, _EVERY_STATE, _WITH_OPTIMIZER, _LOADED, since("core-0.19")),
+         "masters, and stops: it does not implement that", _WITH_OPTIMIZER, _RELOAD, since("core-0.18")),
+    Rule("optimizer-entries", ERROR, _optimizer_entries, _EVERY_STATE, "--finetune", _LOADED, before("core-0.18")),
+    Rule("optimizer-entries", ERROR, _optimizer_entries, _EVERY_STATE, _WITH_OPTIMIZER, _LOADED, since("core-0.18")),
     Rule("optimizer-entries", ERROR, _optimizer_entries, "the optimizer would not have what it asks for",
          "checkpoint.load_optim=false, or checkpoint.finetune=true",
          "Megatron-Bridge training/checkpointing.py load_checkpoint", (BRIDGE,)),
