@@ -303,9 +303,11 @@ def _read_index(files: Files) -> tuple[dict[str, str], dict[str, str]]:
     raw = read_whole(files, INDEX_FILE, MAX_INDEX_BYTES)
     try:
         index = json.loads(raw, object_pairs_hook=_unique)
-        weight_map = index["weight_map"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path}: not a safetensors index: {error}") from error
+    if not isinstance(index, dict) or "weight_map" not in index:
+        raise CorruptCheckpointError(f"{path}: not a safetensors index: it has no weight_map")
+    weight_map = index["weight_map"]
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise CorruptCheckpointError(f"{path}: weight_map is not a map of tensor names to file names")
     return weight_map, _texts(index.get("metadata"))

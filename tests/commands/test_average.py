@@ -19,8 +19,10 @@ from torch.distributed import checkpoint as dcp
 from ckpt_tools import AverageOptions, average_checkpoints, convert_to_fsdp_dtensor, diff_checkpoints
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.edit.average import Averaged, mean_weights
+from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.run import WriteOptions
+from ckpt_tools.formats.torch_archive.object_writer import dump_archive
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.kernels.casts import Array
 from ckpt_tools.model.kernels.kernel import WeightedMean
@@ -226,6 +228,42 @@ def test_hugging_face_models(model: Path, tmp_path: Path) -> None:
         for key, found in tensors[2].items():
             assert oracle.same_bytes(found, mean([t[key] for t in tensors[:2]], (0.75, 0.25))), key
     assert run(["import-hf", str(out), str(tmp_path / "again"), "-q"]) == 0
+
+
+def _with_config(place: Path, **fields: object) -> Path:
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(config | fields))
+    return place
+
+
+def test_models_of_other_settings_have_no_mean(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other, noted = _with_config(another(model, tmp_path / "a"), rope_theta=5), another(model, tmp_path / "b")
+    for sources in ([other, model], [model, other]):
+        assert run(["average", *map(str, sources), str(tmp_path / "out"), "-q"]) == 5
+        assert re.search("rope_theta is (5|10000.0) in .*, (5|10000.0) in", capsys.readouterr().err)
+    _with_config(noted, initializer_range=7)
+    report = averaged([noted, model], tmp_path / "noted").report
+    assert any("initializer_range is 7 in" in note for note in report.notes)
+    (noted / "config.json").unlink()
+    with pytest.raises(MappingError, match=r"b has no config\.json"):
+        averaged([model, noted], tmp_path / "out")
+    assert any(
+        "no settings to compare" in note for note in averaged([noted, model], tmp_path / "c").report.notes
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("rotary_base", 5), ("normalization", "LayerNorm"), ("swiglu", False)]
+)
+def test_runs_of_other_settings_have_no_mean(name: str, value: object, tmp_path: Path) -> None:
+    other = copy_of(RUN, tmp_path)
+    with open_checkpoint(str(other)) as opened:
+        opened.common.values["args"].state[name] = value
+        (other / ITERATION / "common.pt").write_bytes(dump_archive(opened.common.values))
+    with pytest.raises(MappingError, match=rf"{name} is {value!r} in .*, .* in "):
+        averaged([other, DATA / RUN], tmp_path / "out")
 
 
 def test_quantized_models_have_no_mean(model: Path, tmp_path: Path) -> None:

@@ -152,6 +152,21 @@ def damage_json(root: Path) -> str:
     return str(root)
 
 
+def damage_json_list(root: Path) -> str:
+    (root / "iter_0000002" / "metadata.json").write_text("[1]")
+    return str(root)
+
+
+def damage_json_null(root: Path) -> str:
+    (root / "iter_0000002" / "metadata.json").write_text("null")
+    return str(root)
+
+
+def damage_json_empty(root: Path) -> str:
+    (root / "iter_0000002" / "metadata.json").write_text("{}")
+    return str(root)
+
+
 def damage_interrupted(root: Path) -> str:
     (root / "iter_0000002" / ".metadata").unlink()
     return str(root)
@@ -200,6 +215,9 @@ def damage_single_file(root: Path) -> str:
             "metadata.json names the sharded_backend 'torch_disu'; Megatron writes 'torch_dist'",
         ),
         (damage_json, 4, "metadata.json does not name a sharded_backend"),
+        (damage_json_list, 4, "a sharded_backend (it holds a list, not fields)"),
+        (damage_json_null, 4, "a sharded_backend (it holds None, not fields)"),
+        (damage_json_empty, 4, "a sharded_backend (no such field)"),
         (damage_interrupted, 3, "the save was interrupted before it was complete"),
         (damage_tracker, 4, "holds '../../etc', not an iteration or 'release'"),
         (

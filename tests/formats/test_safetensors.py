@@ -347,3 +347,10 @@ def test_no_damaged_header_is_taken_that_the_library_refuses() -> None:
         ours, theirs = ours + we, theirs + they
     assert ours > 20
     assert theirs - ours < theirs / 2  # and few are refused that the library takes
+
+
+@pytest.mark.parametrize("text", ["[1]", "null", "{}", "3"])
+def test_an_index_without_a_weight_map(text: str, tmp_path: Path) -> None:
+    (tmp_path / INDEX_FILE).write_text(text)
+    with pytest.raises(CorruptCheckpointError, match=r"not a safetensors index: it has no weight_map$"):
+        read_safetensors_catalog(str(tmp_path))

@@ -8,6 +8,7 @@ import pickle
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ckpt_tools.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedCheckpointError
@@ -136,3 +137,18 @@ def test_a_memo_numbered_in_two_ways_is_refused() -> None:
         Machine(b"\x80\x04]\x94K\x05q\x01\x94h\x01.", "here").load()
     assert Machine(b"\x80\x04K\x05\x94.", "here").load() == 5
     assert Machine(b"\x80\x02K\x05q\x01q\x00q\x01h\x01.", "here").load() == 5
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (np.arange(3, dtype=np.uint32), "numpy array u4 [3]"),
+        (np.zeros((2, 0)), "numpy array f8 [2, 0]"),
+        (np.bool_(False), "numpy scalar b1 0x00"),
+        (np.random.RandomState, "numpy.random.mtrand.RandomState"),
+    ],
+)
+def test_values_of_numpy_are_shown_by_type_and_shape(value: Any, text: str, protocol: int) -> None:
+    found = load_pickle(pickle.dumps(value, protocol), "here", {}, trust_pickle=True)
+    assert repr(found) == text

@@ -11,6 +11,7 @@ import struct
 import pytest
 import torch
 
+from ckpt_tools.cli.app import run
 from ckpt_tools.commands.check.diff import diff_checkpoints
 from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.megatron.format import Weight
@@ -433,6 +434,9 @@ def test_a_metadata_json_in_an_fsdp_dtensor_folder(tmp_path):
     root = copy_of(NATIVE, tmp_path)
     shutil.copy(fixture_dir(LLAMA) / ITERATION / "metadata.json", root / ITERATION)
     assert ("entries", "metadata.json") in [f[:2] for f in errors_of(root)]
+    for command in (["inspect", root], ["strip", root, tmp_path / "out"], ["copy", root, tmp_path / "out"]):
+        assert run([*map(str, command), "-q"]) == 4
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import shutil
 import pytest
 
 from ckpt_tools.cli.app import run
+from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.commands.look.ls import list_run
 from ckpt_tools.megatron.torch_dist.grids import object_grids
 from tests.cases import cases as cases  # noqa: PLC0414  a fixture
@@ -138,7 +139,6 @@ def test_files_of_one_node(cases, capsys):
     ("fields", "part"),
     [
         ({"sharded_backend_version": 3}, "sharded_backend_version is 3"),
-        ({"sharded_backend_version": None}, "sharded_backend_version is None"),
         ({"common_backend": "torcj"}, "common_backend is 'torcj'"),
         (
             {"common_backend": None, "common_bbckend": "torch"},
@@ -158,6 +158,15 @@ def test_a_metadata_json_that_no_loader_takes(fields, part, tmp_path):
     errors = [f for f in findings_of(root) if f[0] == "error"]
     assert [f[1:3] for f in errors] == [("metadata.json", "metadata.json")]
     assert part in errors[0][3]
+
+
+@pytest.mark.parametrize("fields", [{}, {"sharded_backend_version": 1}, {"common_backend": "torch"}])
+def test_versions_of_metadata_json_are_1_where_it_has_none(fields, tmp_path):
+    """As in Megatron's `CheckpointingConfig`."""
+    root = copy_of(LLAMA, tmp_path)
+    (root / ITERATION / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", **fields}))
+    assert not findings_of(root)
+    open_checkpoint(str(root)).files.close()
 
 
 def test_a_field_of_metadata_json_that_is_not_known(tmp_path):

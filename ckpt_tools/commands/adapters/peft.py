@@ -27,7 +27,7 @@ from ckpt_tools.megatron.huggingface.lora.peft import (
     with_adapter,
 )
 from ckpt_tools.megatron.huggingface.lora.peft_targets import peft_target, with_vocabulary
-from ckpt_tools.megatron.huggingface.mapping.rules import expand
+from ckpt_tools.megatron.huggingface.mapping.rules import Family, expand
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.target import Target
 from ckpt_tools.plan.build import WeightFile, build_safetensors_plan
@@ -36,8 +36,11 @@ if TYPE_CHECKING:
     from ckpt_tools.commands.huggingface.export_source import ExportOptions
 
 
-def merge_peft(base: Catalog, adapter: str, shared: tuple[str, str] | None) -> WithAdapter:
-    """The tensors of a model with those of the PEFT directory `adapter` added; `shared` as of `with_adapter`.
+def merge_peft(
+    base: Catalog, adapter: str, shared: tuple[str, str] | None, family: Family | None
+) -> WithAdapter:
+    """The tensors of a model with those of the PEFT directory `adapter` added; `shared` and `family` as of
+    `with_adapter`.
 
     Its files are named as among joined folders.
     """
@@ -55,7 +58,7 @@ def merge_peft(base: Catalog, adapter: str, shared: tuple[str, str] | None) -> W
             raise CorruptCheckpointError(f"{files.location}/{ADAPTER_CONFIG}: {error}") from error
         stored = read_safetensors_header(files, ADAPTER_WEIGHTS)
         entries = {key: joined_entry(files, e, f"{key} of {adapter}") for key, e in stored.items()}
-    return with_adapter(base, Catalog(files.location, entries, {}), settings, shared)
+    return with_adapter(base, Catalog(files.location, entries, {}), settings, shared, family)
 
 
 def _no_peft(adapter: str) -> str:

@@ -15,11 +15,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 from ckpt_tools.commands.huggingface.folder import CONFIG, read_assets, read_config, weight_files
 from ckpt_tools.commands.huggingface.tensors import refuse_adapters
-from ckpt_tools.commands.job.conversion import Conversion, EditOptions, Progress
+from ckpt_tools.commands.job.conversion import Conversion, EditOptions, Progress, with_note
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
 from ckpt_tools.commands.job.outputs import refuse_overlap
 from ckpt_tools.commands.job.read_model import shared_by
@@ -39,6 +39,7 @@ from ckpt_tools.formats.safetensors import INDEX_FILE, MAX_INDEX_BYTES
 from ckpt_tools.formats.storage.files import AnyPath, path_text, read_whole
 from ckpt_tools.formats.storage.joined_files import JoinedFiles, joined_entry
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
+from ckpt_tools.megatron.huggingface.config.same_model import args_differences, config_differences
 from ckpt_tools.megatron.keys import parameter_of, stacked_axes
 from ckpt_tools.megatron.run_state.settings import read_settings
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
@@ -86,7 +87,7 @@ def average_checkpoints(
 
     Raises:
         UsageError: fewer than two sources, of several kinds, weights that make no mean, or an output that is taken.
-        MappingError: sources with other keys, shapes or types.
+        MappingError: sources with other keys, shapes, types, or settings of the model.
         VerificationError: masters that do not round to their weights.
         UnsupportedCheckpointError: numbers that have no mean.
         Otherwise the errors of opening, planning and writing.
@@ -103,6 +104,7 @@ def average_checkpoints(
         read = [_read(one, options.write) for one in opened]
         parts, masters = [its for its, _ in read], read[-1][1]
         check_alike(parts, opened)
+        notes = check_settings_match(opened)
         catalog, targets = mean_targets(opened, parts[-1], weights)
         last, files = opened[-1], JoinedFiles(one.files for one in opened)
         # Buffers so small that the tiles of all sources keep to the memory that was asked for.
@@ -110,6 +112,8 @@ def average_checkpoints(
         options = replace(options, write=write)
         plan = _plan_safetensors if last.location.kind == "safetensors" else _plan_dcp
         made = replace(plan(last, catalog, targets), masters=masters.use)
+        for note in notes:
+            made = with_note(made, note)
         joined = replace(last, files=files)
         done = edit(paths[-1], output, lambda _: made, options, progress, opened=joined)
     return Averaged(
@@ -391,6 +395,40 @@ def check_alike(parts: Sequence[Parts], opened: Sequence[Opened]) -> None:
             + list_problems(problems),
             problems,
         )
+
+
+def check_settings_match(opened: Sequence[Opened]) -> tuple[str, ...]:
+    """What to say of settings that differ; raise MappingError where they make another model."""
+    last, there = opened[-1], opened[-1].location.path
+    problems, notes = list[str](), list[str]()
+    settings = [_settings(one) for one in opened]
+    if last.location.kind == "safetensors" and not settings[-1] and any(settings):
+        raise MappingError(
+            f"{there} has no {CONFIG}, and the mean takes that of the last model: put it there"
+        )
+    for one, its in zip(opened[:-1], settings[:-1], strict=True):
+        here = one.location.path
+        if not (its and settings[-1]):
+            if its or settings[-1]:
+                notes.append(f"{there if its else here} has no settings to compare with those of the others")
+            continue
+        differences = config_differences if last.location.kind == "safetensors" else args_differences
+        for found in differences(its, settings[-1]):
+            (problems if found.is_model else notes).append(found.text(here, there))
+    if problems:
+        raise MappingError(
+            "a mean is taken of checkpoints of one model, and these settings make another:\n"
+            + list_problems(problems),
+            problems,
+        )
+    return tuple(notes)
+
+
+def _settings(opened: Opened) -> Mapping[str, Any]:
+    """Those of the model: Megatron's args, Megatron-Bridge's `model` section, or config.json."""
+    if opened.location.kind != "safetensors":
+        return opened.common.args or opened.common.model_config
+    return read_config(opened.location.path) if opened.files.exists(CONFIG) else {}
 
 
 def _differences(one: Opened, its: Parts, last: Opened, last_parts: Parts) -> Iterator[tuple[str, str]]:

@@ -39,8 +39,10 @@ from ckpt_tools.formats.storage.joined_files import FilesBeside
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh, given_settings
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
+from ckpt_tools.megatron.huggingface.families.identify import family_of_config
 from ckpt_tools.megatron.huggingface.lora.peft import MERGE_WITH_PEFT
 from ckpt_tools.megatron.huggingface.mapping.checks import Spec
+from ckpt_tools.megatron.huggingface.mapping.rules import Family
 from ckpt_tools.megatron.huggingface.mapping.targets import Imported, import_targets, shared_head
 from ckpt_tools.megatron.huggingface.quantization.quantized import dequantized
 from ckpt_tools.megatron.huggingface.vision.towers import (
@@ -173,7 +175,8 @@ def read_huggingface(opened: Opened, options: ImportOptions) -> tuple[Imported, 
     catalog, specs = plain.catalog, plain.specs
     more: tuple[str, ...] = ()
     if options.adapter is not None:
-        merged = merge_peft(catalog, options.adapter, _shared_head(specs, plain.config, options))
+        shared = _shared_head(specs, plain.config, options)
+        merged = merge_peft(catalog, options.adapter, shared, _known_family(plain.config, options))
         catalog, specs, more = merged.catalog, merged.specs(specs), merged.notes
     read = _read_tensors(catalog, specs, plain.config, options)
     catalog, imported = read.catalog, read.imported
@@ -208,6 +211,14 @@ def _shared_head(
     tower = language_tower(config, specs)
     found = shared_head(tower.config, tower.names, tower.families(families_with(None)))
     return found and (tower.name_of(found[0]), tower.name_of(found[1]))
+
+
+def _known_family(config: Mapping[str, Any], options: ImportOptions) -> Family | None:
+    """The family by whose rules the tensors are named; None for a model of towers, or of a kind without rules."""
+    try:
+        return family_of_config(config, families_with(options.rules, config))
+    except MappingError:
+        return None
 
 
 class _Read(NamedTuple):

@@ -71,7 +71,7 @@ def open_checkpoint(
         common = read_common_state(files, catalog, trust_pickle) if with_common else nothing
         read_record(files)  # a damaged one ends every command
         if location.has_metadata_json:
-            refuse_metadata_json(files)
+            refuse_metadata_json(files, catalog.tensors)
         warn_of_iteration(location, common)
         return Opened(location, files, catalog, common, trust_pickle)
     except BaseException:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,8 +107,23 @@ def metadata_json_problems(fields: dict[str, Any]) -> Iterator[str]:
         yield f"common_backend is {fields['common_backend']!r}, expected 'torch'"
 
 
-def refuse_metadata_json(files: Files) -> None:
-    """Raise CorruptCheckpointError if a `metadata.json` that names a `sharded_backend` is damaged elsewhere."""
+def fsdp_keys_problem(keys: Iterable[str]) -> str | None:
+    """What is wrong with a `metadata.json` next to tensors of these keys, if they are those of `fsdp_dtensor`."""
+    if not any(key.startswith("model.module.") for key in keys):
+        return None
+    return (
+        "the keys are those of fsdp_dtensor, but this file makes loaders take the folder for torch_dist; remove the "
+        "file"
+    )
+
+
+def refuse_metadata_json(files: Files, keys: Iterable[str]) -> None:
+    """Raise CorruptCheckpointError if a `metadata.json` that names a `sharded_backend` is damaged elsewhere.
+
+    Or if it is not of a checkpoint with these keys.
+    """
+    if problem := fsdp_keys_problem(keys):
+        raise CorruptCheckpointError(f"{files.location}/{METADATA_JSON}: {problem}", [problem])
     problems = list(metadata_json_problems(parse_json(read_whole(files, METADATA_JSON))))
     if problems:
         raise CorruptCheckpointError(
@@ -503,13 +518,19 @@ def _describe(files: Files, path: str, root: str | None, name: str) -> Location:
 
 
 def _sharded_backend(files: Files) -> str:
-    raw = read_whole(files, METADATA_JSON)
     try:
-        backend = parse_json(raw)["sharded_backend"]
-    except (ValueError, KeyError, TypeError) as error:
+        fields = parse_json(read_whole(files, METADATA_JSON))
+    except DocumentError as error:
         raise CorruptCheckpointError(
-            f"{files.location}/{METADATA_JSON} does not name a sharded_backend ({error})."
+            f"{files.location}/{METADATA_JSON} does not name a sharded_backend: {error}"
         ) from error
+    if not isinstance(fields, dict) or "sharded_backend" not in fields:
+        found = "no such field" if isinstance(fields, dict) else f"it holds {brief(fields)}, not fields"
+        raise CorruptCheckpointError(
+            f"{files.location}/{METADATA_JSON} does not name a sharded_backend ({found}). The file is damaged: "
+            "copy it again."
+        )
+    backend = fields["sharded_backend"]
     if backend not in ("torch_dist", "zarr"):
         raise CorruptCheckpointError(
             f"{files.location}/{METADATA_JSON} names the sharded_backend {brief(backend)}; Megatron writes "

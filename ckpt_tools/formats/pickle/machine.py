@@ -88,7 +88,10 @@ def brief(value: object) -> str:
     if isinstance(value, int) and value.bit_length() > 128:  # Python spells no number of 4300 digits
         return f"an integer of {value.bit_length()} bits"
     plain = isinstance(value, str | int | float | None)
-    return f"{value!r:.200}" if plain else f"a {type(value).__name__}"
+    if plain:
+        return f"{value!r:.200}"
+    package = "numpy " if str(getattr(type(value), "module", "")).startswith("numpy") else ""  # of a stand-in
+    return f"a {package}{type(value).__name__}"
 
 
 MAX_TUPLE = 20_000  # elements, shared ones counted as often as they appear; also bounds the depth

@@ -27,6 +27,10 @@ class Sealed(type):
     def __setattr__(cls, name: str, value: object) -> None:
         raise TypeError(f"{cls.__name__} cannot be changed by a pickle")
 
+    def __repr__(cls) -> str:
+        names = vars(cls)  # of one of the classes that stand in for another
+        return f"{names['module']}.{names['qualname']}" if "module" in names else super().__repr__()
+
 
 class StandIn(metaclass=Sealed):
     """An object of a class (or the result of a function) that was not imported.
@@ -76,6 +80,8 @@ class StandIn(metaclass=Sealed):
         return hash((self.module, self.qualname, *self.args))
 
     def __repr__(self) -> str:
+        if text := _numpy_text(self):
+            return text
         inside = [repr(a) for a in self.args] + [f"{k}={v!r}" for k, v in self.attributes.items()]
         return f"{self.module}.{self.qualname}({', '.join(inside)})"
 
@@ -84,6 +90,18 @@ class StandIn(metaclass=Sealed):
         """What the instance's `__dict__` and slots held; empty when its state has another form."""
         parts = self.state if isinstance(self.state, tuple) and len(self.state) == 2 else (self.state,)
         return {str(k): v for part in parts if isinstance(part, dict) for k, v in part.items()}
+
+
+def _numpy_text(value: StandIn) -> str:
+    """An array or a scalar of numpy by its type and shape; empty for all else."""
+    if value.module not in ("numpy.core.multiarray", "numpy._core.multiarray"):
+        return ""
+    match value.qualname, value.args, value.state:
+        case "scalar", (StandIn(args=(str(dtype), *_)), bytes(data)), _:
+            return f"numpy scalar {dtype} 0x{data[:16].hex()}"
+        case "_reconstruct", _, (_, tuple(shape), StandIn(args=(str(dtype), *_)), *_):
+            return f"numpy array {dtype} {list(shape)}"
+    return ""
 
 
 _CLASSES: dict[tuple[str, str], type[StandIn]] = {}

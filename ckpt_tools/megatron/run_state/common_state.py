@@ -24,8 +24,8 @@ from ckpt_tools.formats.untrusted_documents import DocumentError, parse_yaml
 from ckpt_tools.megatron.keys import COMMON_ITEMS, COMMON_OBJECT
 from ckpt_tools.megatron.run_state.stored_values import (
     check_settings,
+    checked_field,
     corrupt,
-    counts,
     fields_at,
     optimizer_groups,
 )
@@ -132,9 +132,11 @@ def _check(values: dict[str, Any], where: str) -> None:
         if not isinstance(args, StandIn):
             raise corrupt(f"{where}args", args, "a namespace of settings")
         check_settings(args.attributes, f"{where}args")
-    iteration = values.get("iteration")
-    if iteration is not None and not isinstance(iteration, str) and not counts(iteration, 0):
-        raise corrupt(f"{where}iteration", iteration, "a whole number")
+    for name in ("iteration", "checkpoint_version", "num_floating_point_operations_so_far"):
+        checked_field(name, values.get(name), f"{where}{name}")
+    for name in ("optimizer", "content_metadata"):
+        if values.get(name) is not None and not isinstance(values[name], Mapping):
+            raise corrupt(f"{where}{name}", values[name], "a mapping")
     for name in ("opt_param_scheduler", "lr_scheduler"):
         if values.get(name) is not None:
             fields_at(values[name], f"{where}{name}")

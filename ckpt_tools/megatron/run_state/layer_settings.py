@@ -1,7 +1,7 @@
 """Settings that say something of each layer, and what they say of a part of the layers: expanded, cut, written again.
 
-One table for Megatron's arguments, Megatron-Bridge's `model` section and config.json. What is in none of its rows, is
-no known setting and has an entry for each layer is refused by its name: whether it follows the layers is not known.
+One table for Megatron's arguments, Megatron-Bridge's `model` section and config.json. What is in none of its rows
+and has an entry for each layer is refused by its name, unless its entries are known to be of something else.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ _COUNTS = ("num_layers", "encoder_num_layers", "num_hidden_layers", "n_layer", "
 _EACH = (*TURNS, "hybrid_layer_pattern", "hybrid_override_pattern", "layer_types", "mlp_layer_types",
          "layers_block_type", "indexer_types", "no_rope_layers", "is_moe_layer", "sliding_windows", "attn_type_list",
          "compress_ratios", "csa_compress_ratios")  # fmt: skip
+# A list of an entry for each layer; a text, or a list of one, is for all of them.
+_EACH_OR_ONE = ("cp_comm_type", "rotary_base_per_layer")
 # The last layer of each turn is another; a number and no list. Unused where the second setting is there.
 _ONLY_TURNS = {
     "sliding_window_pattern": "layer_types",
@@ -50,9 +52,22 @@ _JSON = "heterogeneous_layers_config_encoded_json"
 # What has no form for a part of the layers, unless the second setting is there and decides.
 _NEVER = {"hybrid_attention_ratio": ("hybrid_override_pattern", "hybrid_layer_pattern"),
           "hybrid_mlp_ratio": ("hybrid_override_pattern", "hybrid_layer_pattern"),
-          "heterogeneous_layers_config_path": (_JSON,), "per_layer_config": ()}  # fmt: skip
-_ROWS = {*_COUNTS, *_EACH, *_ONLY_TURNS, *_FIRST, *_LAST, *_PLACES, *_PLACES_WITH_WEIGHTS, *_AT_MOST, *_STAGES,
-         *_NEVER, _JSON, *(name for pair in _INDEXERS for name in pair)}  # fmt: skip
+          "heterogeneous_layers_config_path": (_JSON,), "per_layer_config": (),
+          "num_kv_shared_layers": ()}  # fmt: skip
+# Lists whose entries are no layers, however many there are.
+_OF_NO_LAYERS = frozenset({
+    "blend", "blend_per_split", "betas", "cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated",
+    "data_path", "ddp_param_name_patterns_for_fp32_local_accumulation", "finetune_data_files",
+    "gtp_remat_opt_in_modules", "hierarchical_context_parallel_sizes", "high_priority_stream_groups",
+    "interleaved_attn_pattern", "iterations_to_skip", "mlp_multipliers", "moe_aux_loss_coeff",
+    "moe_router_load_balancing_type", "mrope_section", "offload_modules",
+    "param_name_patterns_for_fp32_local_accumulation", "profile_ranks", "rampup_batch_size", "recompute_modules",
+    "retriever_report_topk_accuracies", "rl_inference_parsers", "rotary_base", "spec", "special_tokens",
+    "ssm_multipliers", "test_data_path", "tiktoken_special_tokens", "tokenizer_special_tokens", "train_data_path",
+    "valid_data_path", "validation_set_names", "window_size",
+})  # fmt: skip
+_ROWS = {*_COUNTS, *_EACH, *_EACH_OR_ONE, *_ONLY_TURNS, *_FIRST, *_LAST, *_PLACES, *_PLACES_WITH_WEIGHTS, *_AT_MOST,
+         *_STAGES, *_NEVER, _JSON, *(name for pair in _INDEXERS for name in pair)}  # fmt: skip
 _SOUNDS_LIKE_ONE = re.compile(
     r"(layer|attn|attention|moe|expert|window)\w*_(freq|pattern|interval|period|offset|types|ratios)$"
 )
@@ -85,6 +100,10 @@ def cut_settings(settings: Mapping[str, Any], layers: Layers) -> dict[str, Any]:
                 changed[name] = _cut(name, value, settings, layers)
             except (TypeError, ValueError, LookupError):
                 raise UsageError(f"{name} = {short(value)} is not a value that this setting has") from None
+    if settings.get("first_last_layers_bf16") and layers.kept < layers.total:  # without numbers, 1 of each
+        for name, switch in (*_FIRST.items(), *_LAST.items()):
+            if switch and settings.get(name) is None:
+                changed[name] = _cut(name, 1, settings, layers)
     for freq, offset in _INDEXERS if layers.kept < layers.total else ():
         if settings.get(freq, 1) not in (None, 0, 1) and not settings.get("indexer_types"):
             pattern = indexer_layers(layers.total, settings[freq], settings.get(offset) or 0)
@@ -103,6 +122,8 @@ def _cut(name: str, value: Any, settings: Mapping[str, Any], layers: Layers) -> 
             pattern = in_turns(name, value, layers.total) if value > 1 else ()
             return list(pattern[layers.start : layers.stop]) if len(set(pattern)) > 1 else value
         return _part(name, value, layers)
+    if name in _EACH_OR_ONE:
+        return value if isinstance(value, str) or len(value) == 1 else _part(name, value, layers)
     if name in _ONLY_TURNS:
         turn = value if is_number else sum(value)
         is_used = turn > 1 and not settings.get(_ONLY_TURNS[name] or "")
@@ -137,7 +158,7 @@ def _cut(name: str, value: Any, settings: Mapping[str, Any], layers: Layers) -> 
         return None
     elif _may_follow(name, value, layers.total):
         raise MappingError(
-            f"{name} = {short(value)}: this setting is not known and may say something of each layer, so "
+            f"{name} = {short(value)}: this setting may say something of each layer, so "
             "its value for a part of them is unknown; remove it from the settings first"
         )
     return value
@@ -163,9 +184,9 @@ def _no_form(name: str, value: Any, layers: Layers) -> UsageError:
 
 
 def _may_follow(name: str, value: Any, total: int) -> bool:
-    """Whether an unknown setting has an entry for each layer, or a name that sounds like one."""
-    if name in _ROWS or name.startswith("mtp_") or name in arguments() or name in config_fields_of(""):
+    """Whether a setting without a row has an entry for each layer, or a name that sounds like one."""
+    if name in _ROWS or name in _OF_NO_LAYERS or name.startswith("mtp_") or name in config_fields_of(""):
         return False
-    if isinstance(value, list | tuple) and len(value) == total:
+    if isinstance(value, list | tuple) and (len(value) == total or name in arguments().changes):
         return True
-    return bool(_SOUNDS_LIKE_ONE.search(name)) and value != 1
+    return name not in arguments() and bool(_SOUNDS_LIKE_ONE.search(name)) and value != 1

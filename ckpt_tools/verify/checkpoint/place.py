@@ -6,11 +6,17 @@ import json
 from collections.abc import Callable
 
 from ckpt_tools.formats.dcp.metadata_read import METADATA
-from ckpt_tools.formats.locate.detect import METADATA_JSON, TRACKER, Location, metadata_json_problems
+from ckpt_tools.formats.locate.detect import (
+    METADATA_JSON,
+    TRACKER,
+    Location,
+    fsdp_keys_problem,
+    metadata_json_problems,
+)
 from ckpt_tools.formats.locate.run_layouts import iteration_folders
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.storage.open_files import open_files
-from ckpt_tools.megatron.keys import COMMON_OBJECT, GROUP_META, MODEL_PREFIX
+from ckpt_tools.megatron.keys import COMMON_OBJECT, GROUP_META
 from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.verify.report import Check, Findings
@@ -106,8 +112,7 @@ def check_metadata_json(files: Files) -> Check:
         files.read(METADATA_JSON, 0, files.size(METADATA_JSON))
     )  # a dict: the backend was found
     found.looked_at = len(fields)
-    missing = {f"{name}_version": None for name in ("sharded_backend", "common_backend") if name in fields}
-    for problem in metadata_json_problems(missing | fields):
+    for problem in metadata_json_problems(fields):
         found.error(METADATA_JSON, problem)
     for name in sorted(fields.keys() - set(_BACKENDS)):
         found.warning(METADATA_JSON, f"the field {name!r} is not known; core 0.18 and older refuse the file")
@@ -121,12 +126,8 @@ def check_torch_dist_entries(location: Location, catalog: Catalog, common: Commo
     stored = location.has_common_pt or COMMON_OBJECT in catalog.objects  # if it can be read or not
     if not stored and not location.has_run_config:
         found.error(location.path, "neither common.pt nor common_state: no arguments, iteration or groups")
-    if any(key.startswith(f"{MODEL_PREFIX}.") for key in catalog.tensors):
-        found.error(
-            METADATA_JSON,
-            "the keys are those of fsdp_dtensor, but this file makes loaders take the folder for torch_dist; "
-            "remove the file",
-        )
+    if of_fsdp := fsdp_keys_problem(catalog.tensors):
+        found.error(METADATA_JSON, of_fsdp)
     return found.done()
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ckpt_tools.megatron.hybrid import is_hybrid
-from ckpt_tools.megatron.run_state.stored_values import COUNTED, MOST, counts
+from ckpt_tools.megatron.run_state.stored_values import COUNTED, wanted_kind
 from ckpt_tools.megatron.torch_dist.stacking import layer_counts
 from ckpt_tools.model.choices import CheckpointKind
 from ckpt_tools.verify.readiness.job import PROGRAMS, VERSIONS, Job
@@ -156,10 +156,6 @@ def before(version: str) -> tuple[str, ...]:
     return VERSIONS[: VERSIONS.index(version)]
 
 
-_WORDS = ("optimizer",)
-_PATTERNS = ("moe_layer_freq",)
-
-
 def checked_settings(facts: Facts) -> tuple[Facts, Check]:
     """The facts without settings of another kind than Megatron takes, and what those are."""
     wrong = {name: wanted for name, wanted in map(_judged, facts.job.settings.items()) if wanted}
@@ -170,7 +166,7 @@ def checked_settings(facts: Facts) -> tuple[Facts, Check]:
                 "correct it where it comes from")
         for name, wanted in sorted(wrong.items())
     )  # fmt: skip
-    known = [name for name in facts.job.settings if name in {*COUNTED, *_WORDS, *_PATTERNS}]
+    known = [name for name in facts.job.settings if name in {*COUNTED, "optimizer", "moe_layer_freq"}]
     return replace(facts, job=replace(facts.job, settings=sound), args=args), Check(
         "settings", "settings", len(known), findings
     )
@@ -179,16 +175,7 @@ def checked_settings(facts: Facts) -> tuple[Facts, Check]:
 def _judged(setting: tuple[str, Any]) -> tuple[str, str]:
     """A setting's name, and what Megatron takes for it if it is something else."""
     name, value = setting
-    if value is None:
-        return name, ""
-    if name in COUNTED and not counts(value, COUNTED[name]):
-        return name, f"a whole number from {COUNTED[name]} to {MOST:,}"
-    if name in _WORDS and not isinstance(value, str):
-        return name, "a word"
-    if name in _PATTERNS and not counts(value, 1):
-        is_list = isinstance(value, list | tuple) and all(counts(one, 0) for one in value)
-        return name, "" if is_list else "a whole number from 1, or a list of 0 and 1"
-    return name, ""
+    return name, "" if value is None else wanted_kind(name, value)
 
 
 def _short(value: object) -> str:

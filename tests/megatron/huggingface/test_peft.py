@@ -27,8 +27,9 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.huggingface.lora import peft_targets
-from ckpt_tools.megatron.huggingface.lora.peft import read_peft_settings
+from ckpt_tools.megatron.huggingface.lora.peft import PeftSettings, read_peft_settings, with_adapter
 from ckpt_tools.megatron.huggingface.mapping.rules import SMALLEST
+from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.choices import MegatronFormat
 from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands.test_huggingface import GPT2
@@ -116,25 +117,49 @@ def test_weights_are_merged_and_all_else_is_as_it_was(
     assert f"an adapter was added to {len(scales)} tensors, in float64 and rounded once" in report.notes
 
 
+SQUARE_LLAMA, SQUARE_GPT2 = "model.layers.0.mlp.down_proj", "transformer.h.1.attn.c_proj"
+
+
 @pytest.mark.parametrize("fan_in_fan_out", [True, False])
-def test_weights_that_are_turned_are_told_by_their_shape(fan_in_fan_out: bool, tmp_path: Path) -> None:
-    """Conv1D of GPT-2 is (in, out). A square one goes by the others, and alone by adapter_config.json."""
+@pytest.mark.parametrize(
+    ("base", "square", "is_conv1d"),
+    [(GPT2, SQUARE_GPT2, True), ({**LLAMA, "intermediate_size": 12}, SQUARE_LLAMA, False)],
+)
+def test_a_square_weight_is_turned_if_its_module_is_a_conv1d(
+    base: dict[str, Any], square: str, is_conv1d: bool, fan_in_fan_out: bool, tmp_path: Path
+) -> None:
+    """PEFT goes by the class of the module too, and corrects the flag."""
+    before, matrices = model(tmp_path / "hf", base), pair(square, 12, 12)
+    place = peft(tmp_path / "alone", matrices, {"fan_in_fan_out": fan_in_fan_out})
+    merge(tmp_path / "hf", place, tmp_path / "out")
+    found, weight = (
+        load_file(tmp_path / "out" / "model.safetensors")[f"{square}.weight"],
+        before[f"{square}.weight"],
+    )
+    expected = added(weight.T, matrices, square, 1.5).T if is_conv1d else added(weight, matrices, square, 1.5)
+    assert found.tobytes() == expected.tobytes()
+
+
+def test_a_square_weight_of_an_unknown_family_is_not_turned_by_the_flag_alone() -> None:
+    shapes = {"m.weight": (4, 4), "m.lora_A.weight": (2, 4), "m.lora_B.weight": (4, 2)}
+    entries = {name: TensorEntry(name, "float32", shape, ()) for name, shape in shapes.items()}
+    base = Catalog("", {"m.weight": entries.pop("m.weight")}, {})
+    adapter = Catalog("", entries, {})
+    with pytest.raises(MappingError, match="fan_in_fan_out is true, which holds for Conv1D modules only"):
+        with_adapter(base, adapter, PeftSettings(2, 3, turned=True), None)
+    merged = with_adapter(base, adapter, PeftSettings(2, 3), None)
+    assert merged.merged == ("m.weight",)
+
+
+def test_turned_weights_that_are_not_square_are_recognized_by_their_shape(tmp_path: Path) -> None:
     before = model(tmp_path / "hf", GPT2)
-    wide, square = "transformer.h.0.mlp.c_fc", "transformer.h.1.attn.c_proj"
-    both = pair(wide, 48, 12) | pair(square, 12, 12, seed=3)
+    wide = "transformer.h.0.mlp.c_fc"
+    both = pair(wide, 48, 12) | pair(SQUARE_GPT2, 12, 12, seed=3)
     merge(tmp_path / "hf", peft(tmp_path / "both", both), tmp_path / "out")
     after = load_file(tmp_path / "out" / "model.safetensors")
-    for name in (wide, square):
+    for name in (wide, SQUARE_GPT2):
         expected = added(before[f"{name}.weight"].T, both, name, 1.5).T
         assert after[f"{name}.weight"].tobytes() == expected.tobytes(), name
-    alone = peft(tmp_path / "alone", pair(square, 12, 12), {"fan_in_fan_out": fan_in_fan_out})
-    merge(tmp_path / "hf", alone, tmp_path / "out2")
-    found = load_file(tmp_path / "out2" / "model.safetensors")[f"{square}.weight"]
-    weight, matrices = before[f"{square}.weight"], pair(square, 12, 12)
-    expected = (
-        added(weight.T, matrices, square, 1.5).T if fan_in_fan_out else added(weight, matrices, square, 1.5)
-    )
-    assert found.tobytes() == expected.tobytes()
 
 
 def test_an_embedding_and_weights_held_whole(tmp_path: Path) -> None:
@@ -201,6 +226,8 @@ MISFITS: dict[str, tuple[type[CkptError], dict[str, Any], str]] = {
     "columns": (MappingError, pair(Q, 16, 11), "cannot be added to a weight of shape (16, 12)"),
     "rank": (MappingError, pair(Q, 16, 12, rank=3), "its rank is 3; adapter_config.json says 2"),
     "half": (MappingError, {f"{Q}.lora_A.weight": numbers(0, 2, 12)}, "only lora_A is there"),
+    "a matrix twice": (MappingError, pair(Q, 16, 12) | {f"{Q}.lora_A.default.weight": numbers(0, 2, 12)},
+                       "a matrix under two names"),
     "nothing": (MappingError, {}, "it holds no tensors"),
     "bias of B": (UnsupportedCheckpointError, pair(Q, 16, 12) | {f"{Q}.lora_B.bias": numbers(0, 16)}, "lora_B.bias"),
     "DoRA": (UnsupportedCheckpointError, {f"{Q}.lora_magnitude_vector": numbers(0, 16)}, "lora_magnitude_vector"),
@@ -225,12 +252,11 @@ def test_every_misfit_is_named_at_once(tmp_path: Path) -> None:
     assert text.count("\n  - ") == 3
 
 
-def test_square_weights_of_a_mixed_model_are_refused(tmp_path: Path) -> None:
-    """q_proj says (out, in), gate_proj (in, out): nobody knows for the square one."""
+def test_matrices_of_a_conv1d_for_a_linear_are_refused(tmp_path: Path) -> None:
     square = {**LLAMA, "num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 12}
     tensors = pair("model.layers.0.self_attn.k_proj", 4, 12) | pair("model.layers.0.mlp.gate_proj", 12, 10)
     text = refused(MappingError, tensors | pair(Q, 12, 12), tmp_path, base=square)
-    assert "others (out, in), and this one is square" in text
+    assert "gate_proj.weight: the adapter's matrices are (in, out), and llama has a Linear there" in text
 
 
 TIED = {  # a base that ties, by config.json or by its class; its embedding
@@ -312,6 +338,10 @@ OTHER_METHODS: list[tuple[dict[str, Any], str]] = [
     ({"alora_invocation_tokens": [3]}, "nothing can be merged"),
     ({"init_lora_weights": "pissa_niter_4"}, "belongs to a changed base"),
     ({"init_lora_weights": "OLoRA"}, "belongs to a changed base"),
+    *(
+        ({"init_lora_weights": start}, f"init_lora_weights is {start!r}: not known")
+        for start in ("x", "mica", 7)
+    ),
     ({"kasa_config": {"beta": 1}}, "kasa_config is {'beta': 1}: not known"),
     ({"rank_pattern": {"(q|k)+_proj": 4}}, "patterns that are not looked up here"),
     ({"alpha_pattern": {".*.*.*.*x": 4}}, "patterns that are not looked up here"),

@@ -604,3 +604,13 @@ def test_any_value_in_a_config_is_read_or_refused() -> None:
         sum(is_refused(read_config, family, config) for family in FAMILIES.values() for config in tried)
         > 1000
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("rope_scaling", [1]), ("rope_scaling", 5), ("hidden_size", None), ("num_attention_heads", None)],
+)
+def test_a_field_of_another_kind_is_named_in_words(name: str, value: Any) -> None:
+    with pytest.raises(MappingError, match=name) as caught:
+        read_config(FAMILIES["llama"], {**LLAMA, name: value})
+    assert "Error" not in str(caught.value)

@@ -90,6 +90,13 @@ def read_config(family: Family, config: Config) -> ModelArgs:
         except KeyError as absent:
             problems.append(f"{one.hf} is read together with {absent.args[0]}, which is missing")
             continue
+        except (TypeError, ValueError, ArithmeticError, AttributeError):
+            problems.append(
+                f"{one.hf} is {config.get(one.hf)!r:.80}, not a value that it has in any {family.name}"
+            )
+            continue
+        if one.arg in ("hidden_size", "num_attention_heads") and type(value) is not int:
+            problems.append(f"{one.hf} is {value!r:.80}, not a whole number")
         if values.setdefault(one.arg, value) != value:
             problems.append(f"{one.hf}={value} and another field disagree: both are Megatron's {one.arg}")
     if problems:

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
 from ckpt_tools.megatron.adapters import is_finite_number
 from ckpt_tools.megatron.huggingface.mapping.checks import Spec
+from ckpt_tools.megatron.huggingface.mapping.rules import Family
 from ckpt_tools.megatron.huggingface.quantization.quantized import cheap_pattern
 from ckpt_tools.model.catalog import Catalog, Made, TensorEntry, Value, made_entry
 from ckpt_tools.model.dtypes import CASTABLE
@@ -202,6 +203,8 @@ _REFUSED = {
     "alora_invocation_tokens": "it acts only after its invocation tokens, so that nothing can be merged",
 }
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_STARTS = ("gaussian", "eva", "orthogonal", "true", "false")  # the base stays as it is
+_OF_CONV1D = ("transposed", "qkv_conv1d")  # layouts
 _SIMPLE_PATTERN = re.compile(r"\^?(?:[\w-]|\\?\.|\.\*)+\$?")
 _MAX_WILDCARDS = 3
 MERGE_WITH_PEFT = (
@@ -276,6 +279,10 @@ def read_peft_settings(config: Any) -> PeftSettings:
             f"init_lora_weights is {start!r}: the adapter belongs to a changed base. Save it with "
             "path_initial_model_for_weight_conversion, which makes it one of the original"
         )
+    elif start is not None and str(start).lower() not in _STARTS:
+        problems.append(
+            f"init_lora_weights is {start!r}: not known, and the adapter may belong to a changed base"
+        )
     if problems:
         raise UnsupportedCheckpointError(
             f"{ADAPTER_CONFIG}: not merged here. {MERGE_WITH_PEFT}:\n" + list_problems(problems), problems
@@ -321,12 +328,17 @@ class _Matrices(NamedTuple):
 
 
 def with_adapter(
-    base: Catalog, adapter: Catalog, settings: PeftSettings, shared: tuple[str, str] | None
+    base: Catalog,
+    adapter: Catalog,
+    settings: PeftSettings,
+    shared: tuple[str, str] | None,
+    family: Family | None = None,
 ) -> WithAdapter:
     """The tensors of `base`, under their names, with the adapter's parts added.
 
     Tensors of `adapter` have the keys of their file; its entries keep their own keys. `shared` names embedding and
     head of a model that ties them. An adapter that holds both whole leaves both, for their bytes to be compared.
+    `family` knows which modules are Conv1D, as PEFT does by their class.
     """
     modules, whole = _sorted_out(adapter, base)
     problems = [
@@ -347,7 +359,7 @@ def with_adapter(
         for name, m in modules.items()
         if name in base.tensors and len(m.a.shape) == len(m.b.shape) == 2
     }
-    square_turned = _square_turned(there, base, settings, problems)
+    square_turned = _square_turned(there, base, settings, family, problems)
     tensors, types = dict(base.tensors), {}
     for name, entry in whole.items():
         if name in base.tensors and entry.shape != base.tensors[name].shape:
@@ -359,7 +371,9 @@ def with_adapter(
     for name, matrices in there.items():
         stored, dtype = tensors[name], base.tensors[name].dtype
         try:
-            made = _made(name, dtype, stored, matrices, settings, _is_turned(stored, matrices, square_turned))
+            made = _made(
+                name, dtype, stored, matrices, settings, _is_turned(stored, matrices, square_turned(name))
+            )
         except (MappingError, ValueError) as error:
             problems.append(f"{name}: {error}")
             continue
@@ -397,13 +411,16 @@ def _broken_tie(
 def _sorted_out(adapter: Catalog, base: Catalog) -> tuple[dict[str, _Matrices], dict[str, TensorEntry]]:
     """The adapter's matrices by the weight they are added to, and what it holds whole, by their names in the base."""
     found: dict[tuple[str, bool], dict[str, TensorEntry]] = {}
-    whole, odd = {}, []
+    whole, odd, twice = {}, [], list[str]()
     for key, entry in adapter.tensors.items():
         name = key.removeprefix(PREFIX)
         match = _FACTOR.fullmatch(name)
         if match:
             weight = _in_base(f"{match['module']}.weight", base)
-            found.setdefault((weight, bool(match["embedding"])), {})[match["side"]] = entry
+            sides = found.setdefault((weight, bool(match["embedding"])), {})
+            if match["side"] in sides:
+                twice += [sides[match["side"]].key, key]
+            sides[match["side"]] = entry
         elif _OTHER.search(name):
             odd.append(key)
         else:
@@ -414,6 +431,8 @@ def _sorted_out(adapter: Catalog, base: Catalog) -> tuple[dict[str, _Matrices], 
             + list_problems(odd[:8]),
             odd[:8],
         )
+    if twice:
+        raise MappingError(f"the adapter has a matrix under two names:\n{list_problems(twice)}", twice)
     halves = [
         f"{name}: only lora_{next(iter(sides))} is there"
         for (name, _), sides in found.items()
@@ -441,17 +460,47 @@ def _in_base(name: str, base: Catalog) -> str:
 
 
 def _square_turned(
-    modules: Mapping[str, _Matrices], base: Catalog, settings: PeftSettings, problems: list[str]
-) -> bool:
-    """Whether square weights are (in, out): the other shapes tell, and where there are none adapter_config.json."""
+    modules: Mapping[str, _Matrices],
+    base: Catalog,
+    settings: PeftSettings,
+    family: Family | None,
+    problems: list[str],
+) -> Callable[[str], bool]:
+    """Whether a square weight is (in, out): by the family's rules, else as the others, whose shapes show it.
+
+    `fan_in_fan_out` does not decide: PEFT sets it by the class of each module (tuners/lora/layer.py
+    `dispatch_default`).
+    """
     linears = {name: (m.b.shape[0], m.a.shape[-1]) for name, m in modules.items() if not m.is_embedding}
-    turned = {
-        base.tensors[name].shape == shape[::-1] for name, shape in linears.items() if shape[0] != shape[1]
+    wide = {
+        name: base.tensors[name].shape == shape[::-1]
+        for name, shape in linears.items()
+        if shape[0] != shape[1]
     }
-    square = [name for name, shape in linears.items() if shape[0] == shape[1]]
-    if len(turned) > 1 and square:
+    if family is not None:
+        conv1d = _conv1d_weights(family)
+        for name, is_turned in wide.items():
+            if is_turned and not conv1d.fullmatch(name):
+                problems.append(
+                    f"{name}: the adapter's matrices are (in, out), and {family.name} has a Linear there"
+                )
+        return lambda name: bool(conv1d.fullmatch(name))
+    known, square = set(wide.values()), [name for name, shape in linears.items() if shape[0] == shape[1]]
+    if len(known) > 1 and square:
         problems.append(f"{square[0]}: some weights are (in, out), others (out, in), and this one is square")
-    return turned.pop() if len(turned) == 1 else settings.turned
+    if not known and square and settings.turned:
+        problems.append(
+            f"{square[0]}: fan_in_fan_out is true, which holds for Conv1D modules only, and whether this one is one "
+            f"cannot be proven. {MERGE_WITH_PEFT}"
+        )
+    return lambda _: known == {True}
+
+
+def _conv1d_weights(family: Family) -> re.Pattern[str]:
+    """The names of the weights of a family's Conv1D modules, also in a bare model."""
+    names = (name for rule in family.rules if rule.layout in _OF_CONV1D for name in rule.hf)
+    shapes = "|".join(re.sub(r"\\\{\w+\\\}", r"\\d+", re.escape(name)) for name in names)
+    return re.compile(shapes.replace(r"transformer\.", r"(?:transformer\.)?"))
 
 
 def _is_turned(stored: TensorEntry, matrices: _Matrices, square_turned: bool) -> bool:
