@@ -115,7 +115,9 @@ def _refuse_sources(final: Path, sources: Iterable[Path]) -> None:
 
 def output_blocked_error(folder: Path) -> UsageError:
     """What to say of a folder on whose way something else stands."""
-    return UsageError(f"{folder} cannot be made: a file stands in its way; choose another output")
+    return UsageError(
+        f"{folder} cannot be made: a file or a broken link stands in its way; choose another output"
+    )
 
 
 def check_own(folder: Folder) -> None:
@@ -211,9 +213,10 @@ class LocalOutput:
             return self.folder().enter(DATA)
 
     def look(self) -> None:
+        self._check_beside()
         if self._resume and has_files(self._plan.file_bytes, lengths(self.final)):
             return  # perhaps all is done: `take` compares
-        above = next(f for f in (self.final.parent, *self.final.parent.parents) if f.exists())
+        above = next(f for f in (self.final.parent, *self.final.parent.parents) if os.path.lexists(f))
         if not above.is_dir():
             raise output_blocked_error(self.final.parent)
         try:
@@ -248,6 +251,15 @@ class LocalOutput:
         with self.open_data() as data:
             return allocated(data)
 
+    def _check_beside(self) -> None:
+        """Raise UsageError if a directory stands where a tracker goes."""
+        for name in self._job.output.beside:
+            path = self.final.parent / name
+            if path.is_dir() and not path.is_symlink():
+                raise UsageError(
+                    f"{path} is a directory, where the tracker file goes; move it away, or choose another output"
+                )
+
     def _examine(self, moved: Path | None = None) -> Found:
         """Whether there is unfinished work to go on from; raise UsageError if something is in the way."""
         parent = self.parent()
@@ -266,6 +278,7 @@ class LocalOutput:
         try:
             with storage_errors(self.partial):
                 self._make_parent()
+                self._check_beside()
                 self._take_lock()
                 self._undo_half_replacement()
                 if self._resume and self._is_published():
