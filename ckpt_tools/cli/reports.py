@@ -170,6 +170,8 @@ def print_rewritten(done: ConversionReport) -> None:
     )
     if written.replaced:
         tell(f"replaced {written.replaced}")
+    if written.tracker:
+        tell(written.tracker)
     tell(f"source checksums: {source_checksums(written)}")
 
 
@@ -198,6 +200,7 @@ def _written(w: WriteReport) -> list[str]:
         f"  copied     {human_bytes(w.bytes_cloned)} cloned, {human_bytes(w.bytes_kernel_copied)} in the kernel, "
         f"{human_bytes(w.bytes_touched)} through buffers; {w.items_resumed:,} of {w.items:,} items resumed",
         *([f"  replaced   {w.replaced}"] if w.replaced else []),
+        *([f"  tracker    {w.tracker}"] if w.tracker else []),
         *([rounded] if w.rounded_tensors else []),
         *([kept] if w.rounded_and_kept else []),
     ]

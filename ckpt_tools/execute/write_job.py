@@ -151,6 +151,7 @@ class WriteReport:
         0  # further elements that a cast changed, of values that the output holds exactly too
     )
     replaced: str | None = None  # what stood at the output before: kind, files and bytes
+    tracker: str | None = None  # what became of the root's, where it named another iteration
     directory: str = ""  # that holds the checkpoint's files
 
     @property
@@ -168,6 +169,7 @@ class WriteReport:
             "payloads_without_checksum": self.payloads_without_checksum,
             "bytes_proven": self.bytes_proven,
             "replaced": self.replaced,
+            "tracker": self.tracker,
         }
 
 

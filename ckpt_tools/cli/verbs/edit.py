@@ -331,6 +331,8 @@ def _print_copied(one: Copied) -> None:
         )
         if written.replaced:
             render.tell(f"  replaced {written.replaced}")
+        if written.tracker:
+            render.tell(f"  {written.tracker}")
         if written.check_source == "none":
             render.tell(
                 "  no payload was compared with the checksum that its writer stored (--check-source none)"
