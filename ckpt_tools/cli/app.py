@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> None:
     gc.set_threshold(_GARBAGE)
     _fill_closed_streams()
     _keep_freed_memory()
-    sys.stdout, sys.stderr = map(_unbreakable, (sys.stdout, sys.stderr))
+    sys.stdout, sys.stderr = _unbreakable(sys.stdout), _unbreakable(sys.stderr, OSError)
     code = run(argv)
     _drop_unwritten()
     sys.exit(code)
@@ -114,23 +114,24 @@ def main(argv: list[str] | None = None) -> None:
 class _Pipe(io.FileIO):
     """A stream that takes all that is written, also after its reader has gone: the exit code is still a verdict."""
 
+    forgiven: type[OSError]  # all, of stderr: a message that finds no place
     opened: TextIO  # which closes the descriptor when nobody holds it
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except self.forgiven:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
             return len(data)
 
 
-def _unbreakable(stream: TextIO) -> TextIO:
+def _unbreakable(stream: TextIO, forgiven: type[OSError] = BrokenPipeError) -> TextIO:
     """As `stream`: neither a closed pipe nor what the locale cannot spell must end a command."""
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     stream.flush()
     pipe = _Pipe(stream.fileno(), "w", closefd=False)
-    pipe.opened = stream
+    pipe.opened, pipe.forgiven = stream, forgiven
     return io.TextIOWrapper(
         pipe if stream.write_through else io.BufferedWriter(pipe),
         stream.encoding,

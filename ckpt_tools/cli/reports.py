@@ -84,6 +84,8 @@ def _lost(report: ConversionReport) -> list[str]:
         )
     if written is not None and written.replaced:
         lines.append(f"  {'replaced':<9} {written.replaced}")
+    if written is not None and written.tracker:
+        lines.append(f"  {'tracker':<9} {written.tracker}")
     return lines
 
 
@@ -244,6 +246,8 @@ def print_edited(
     shown = [*lines, f"{'checked':<9} {checked(written)}"]
     if written.replaced:
         shown.append(f"{'replaced':<9} {written.replaced}")
+    if written.tracker:
+        shown.append(f"{'tracker':<9} {written.tracker}")
     notes = [f"  {'note':<9} {note}" for note in done.notes]
     verdict = f"{verb} {place(written)}: {holds}, {size_and_time(written)}"
     print_lines(verdict, [f"  {line}" for line in shown], notes, [f"  {line}" for line in details], verbose)

@@ -40,6 +40,7 @@ from ckpt_tools.execute.move.source_reader import SourceReader, forget
 from ckpt_tools.execute.output.checks import has_blobs, is_written
 from ckpt_tools.execute.output.journal import check_unchanged, check_unchanged_since_open, fingerprint
 from ckpt_tools.execute.output.local_output import LocalOutput
+from ckpt_tools.execute.output.trackers import tracker_change
 from ckpt_tools.execute.processes.ranks import Ranks, StopSignals
 from ckpt_tools.execute.proof.payload_sums import SourceProof
 from ckpt_tools.execute.proof.prove_source import ProofReport, prove_rest
@@ -54,6 +55,7 @@ from ckpt_tools.execute.write_job import (
     WriteReport,
 )
 from ckpt_tools.formats.dcp.metadata_write import metadata_bytes
+from ckpt_tools.formats.locate.detect import TRACKER
 from ckpt_tools.formats.storage.drivers import Part
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.storage.open_files import open_files
@@ -89,7 +91,7 @@ def write_checkpoint(
         _check_same(ranks.together(lambda: plan.digest))
         shares, proven = run.steps()
     done = _report(job, shares, proven, kept, time.monotonic() - started)
-    return replace(done, replaced=run.output.replaced)
+    return replace(done, replaced=run.output.replaced, tracker=run.tracker)
 
 
 def rehearse(
@@ -169,6 +171,7 @@ class _Run:
     def __init__(self, job: WriteJob, output: JobOutput) -> None:
         self._job, self.output = job, output
         self._leads = job.ranks.rank == 0
+        self.tracker: str | None = None  # rank 0: what became of it
         self._source_state: SourceState = []
         self._proof = self._new_proof()
 
@@ -298,9 +301,13 @@ class _Run:
                 for name, rows in share["parts"].items():
                     parts.setdefault(name, []).extend(Part(*row) for row in rows)
             output.publish(metadata_bytes(job.plan) if job.output.is_dcp else None, versions, parts)
-        for name, content in job.output.beside.items():
-            if found == "finished" and output.has_beside(name):
-                continue  # it was written then, and may have been changed since
+        beside = dict(job.output.beside)
+        if found == "finished":  # they were written then, and may have been changed since
+            beside = {name: content for name, content in beside.items() if not output.has_beside(name)}
+        if TRACKER in beside:
+            stays, self.tracker = tracker_change(job.output.directory, beside[TRACKER].decode())
+            beside = {} if stays else beside
+        for name, content in beside.items():
             output.write_beside(name, content)
         output.finish()
 

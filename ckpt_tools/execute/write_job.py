@@ -144,6 +144,7 @@ class WriteReport:
     rounded_and_kept: int = 0  # further elements, of values that the output holds exactly too
     replaced: str | None = None  # what stood at the output before: kind, files and bytes
     output_verified: bool = False  # read back and compared before it was published
+    tracker: str | None = None  # what became of the root's, where it named another iteration
     directory: str = ""  # that holds the checkpoint's files
 
     @property
@@ -161,6 +162,7 @@ class WriteReport:
             "payloads_without_checksum": self.payloads_without_checksum,
             "bytes_proven": self.bytes_proven,
             "replaced": self.replaced,
+            "tracker": self.tracker,
         }
 
 

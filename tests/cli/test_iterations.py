@@ -51,7 +51,7 @@ def test_an_edit_of_all_iterations_is_that_of_each(name: str, several: Path, tmp
     assert run([*words, "--iteration", "all"]) == 0
     made = tmp_path / "all"
     assert sorted(os.listdir(made)) == ["iter_0000002", "iter_0000004", "iter_0000006", TRACKER]
-    assert (made / TRACKER).read_text() == "4"
+    assert (made / TRACKER).read_text() == "6"
     assert run([name, str(several), str(tmp_path / "one"), *EDITS[name], "--iteration", "6"]) == 0
     both = [oracle.tensors(tmp_path / which / "iter_0000006") for which in ("one", "all")]
     assert both[0].keys() == both[1].keys()
@@ -85,7 +85,7 @@ def test_what_is_there_is_passed_over_and_what_is_broken_named(
     assert "iteration 6: exists already" in told
     assert [line for line in err.splitlines() if line.startswith("error: iteration 2: ")]
     assert sorted(os.listdir(out)) == ["iter_0000004", "iter_0000006", TRACKER]
-    assert (Path(out) / TRACKER).read_text() == "4"
+    assert (Path(out) / TRACKER).read_text() == "6"
     assert run(["strip", str(several), out, "--iteration", "all", "--json"]) == 4
     found = json.loads(capsys.readouterr().out)
     assert (found["already_there"], found["not_finished"]) == ([6, 4], [])  # the latest comes last

@@ -114,6 +114,18 @@ def parent_is_a_file(folder: Path) -> None:
     (folder / "out").write_text("x")
 
 
+def parent_is_a_dangling_link(folder: Path) -> None:
+    (folder / "out").symlink_to(folder / "nowhere")
+
+
+def parent_is_a_loop(folder: Path) -> None:
+    (folder / "out").symlink_to(folder / "out")
+
+
+def tracker_is_a_folder(folder: Path) -> None:
+    (folder / "out" / "latest_checkpointed_iteration.txt").mkdir(parents=True)
+
+
 def work_was_stopped(folder: Path) -> None:
     partial = folder / "out" / f".{ITERATION}.ckpt_tools-partial"
     (partial / "journal").mkdir(parents=True)
@@ -162,7 +174,11 @@ def replacement_was_stopped(folder: Path) -> None:
         (output_is_taken, "", 2, "is not empty"),
         (output_is_a_file, "", 2, "is not a directory"),
         (output_is_a_file, "--overwrite", 2, "is not a directory"),
-        (parent_is_a_file, "", 2, "a file with that name exists"),
+        (parent_is_a_file, "", 2, "a file or a broken link with that name exists"),
+        (parent_is_a_dangling_link, "", 2, "with that name exists"),
+        (parent_is_a_loop, "", 2, "with that name exists"),
+        (tracker_is_a_folder, "", 2, "where the tracker file goes"),
+        (tracker_is_a_folder, "--resume", 2, "where the tracker file goes"),
         (work_was_stopped, "", 2, "holds a conversion that was stopped"),
         (work_was_stopped, "--resume", 2, "was begun with another plan"),
         (nothing, "--max-memory 1kiB", 2, "not enough for 2 threads"),
@@ -209,7 +225,7 @@ def test_a_dry_run_refuses_the_places_that_the_run_would(name, code, message, tm
 
 def tree(folder: Path) -> dict[str, object]:
     return {
-        str(p.relative_to(folder)): p.read_bytes() if p.is_file() else p.stat().st_mtime_ns
+        str(p.relative_to(folder)): p.read_bytes() if p.is_file() else p.lstat().st_mtime_ns
         for p in folder.rglob("*")
     }
 

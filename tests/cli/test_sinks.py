@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import html
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from xml.etree import ElementTree as Xml
 
 import pytest
@@ -210,6 +212,40 @@ def test_a_full_disk_behind_stdout_is_named_once() -> None:
     found = shell(f"{sys.executable} -m ckpt_tools inspect {LLAMA} --json > /dev/full")
     assert (found.returncode, found.stderr.count("\n")) == (7, 1)
     assert "No space left" in found.stderr
+
+
+@pytest.mark.parametrize("lost", ["2>/dev/full", "2</dev/null"])
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [("verify nowhere", 3), (f"diff {LLAMA} nowhere", 3), ("inspect", 2), (f"inspect {LLAMA} --junk", 2)],
+)
+def test_a_message_that_cannot_be_written_leaves_the_verdict(words: str, code: int, lost: str) -> None:
+    assert shell(f"{sys.executable} -m ckpt_tools {words} {lost}").returncode == code
+
+
+@pytest.mark.parametrize(
+    ("words", "is_new"),
+    [("verify RUN --write-manifest", True)]  # which replaces nothing
+    + [(words, new) for words in ("verify RUN --junit", "inspect RUN --html") for new in (True, False)],
+)
+def test_a_report_that_cannot_be_written_leaves_nothing_and_the_old_one(
+    words: str, is_new: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "report"
+    command = [*words.replace("RUN", str(LLAMA)).split(), str(file)]
+    if not is_new:
+        assert run(command) == 0
+        file.chmod(0o640)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            Path, "replace", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+        )
+        assert run(command) == 7
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert run(command) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["report"]
+    assert is_new or file.stat().st_mode & 0o777 == 0o640
 
 
 def test_too_little_memory_is_not_a_defect(

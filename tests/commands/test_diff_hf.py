@@ -125,6 +125,24 @@ def test_experts_one_by_one_are_those_of_one_tensor(tmp_path, capsys):
         assert diff(*(tmp_path / name for name in pair), capsys)[0] == 1
 
 
+@pytest.mark.parametrize("words", [[], ["--headers"]], ids=["content", "headers"])
+@pytest.mark.parametrize("other", [np.float16, np.float32, np.float64])
+def test_two_models_of_other_types_differ_both_ways(words, other, tmp_path, capsys):
+    """In any form: that a checkpoint's weights are rounded as they are exported is no rule of two models."""
+    tensors = dict(directory(QWEN3_MOE))
+    fused = {key: value.astype(other) for key, value in as_one_tensor(tensors).items()}
+    again = other if other != np.float32 else np.float16
+    save(tmp_path / "fused", QWEN3_MOE, fused)
+    save(tmp_path / "one", QWEN3_MOE, {key: value.astype(again) for key, value in tensors.items()})
+    save(tmp_path / "half", QWEN3_MOE, {key: value.astype(np.float32) for key, value in tensors.items()})
+    is_same = again == other
+    for pair, equal in (("one", "fused"), is_same), (("half", "fused"), other == np.float32):
+        for a, b in (pair, pair[::-1]):
+            code, report = diff(tmp_path / a, tmp_path / b, capsys, *words)
+            assert (code, report["equal"]) == (0 if equal else 1, equal), (a, b)
+            assert not any("checkpoint" in note or "vocabulary" in note for note in report["notes"])
+
+
 def test_a_tied_head_that_is_stored_nevertheless(cases, tmp_path, capsys):
     """It follows from the embedding, and is looked at: one changed element is a difference."""
     source, head = cases / "hf_qwen3", "lm_head.weight"

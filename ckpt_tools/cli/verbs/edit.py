@@ -357,6 +357,8 @@ def _print_copied(copied: Copied, verbose: bool) -> None:
             lines.append("the copy was read back and is equal")
         if written.replaced:
             lines.append(f"replaced {written.replaced}")
+        if written.tracker:
+            lines.append(written.tracker)
     if copied.left_out:
         listed = ", ".join(copied.left_out[:5])
         more = f", and {len(copied.left_out) - 5:,} more" if len(copied.left_out) > 5 else ""

@@ -297,6 +297,8 @@ def _by_export(
         imported = imported_source(read_huggingface(checkpoint, ImportOptions(rules=rules))[1])
     made = export_tensors(checkpoint, ExportRequest(options, plain.specs, whole, imported), headers)
     notes = list(made.notes)
+    if imported is not None:  # whose rows the import has padded
+        notes = [note for note in notes if not note.startswith("the vocabulary is cut")]
     if headers:
         roles = {key: role_of(key) for key in checkpoint.catalog.tensors}
         states = [role for role in roles.values() if role not in (WEIGHT, "other")]
@@ -315,7 +317,7 @@ def _by_export(
         if key in redundant or key in plain.parts or key in others:
             continue
         view, dtype = views.get(key), entry.dtype
-        if view is not None and (dtype, view.dtype) in _EXACT:
+        if imported is None and view is not None and (dtype, view.dtype) in _EXACT:
             dtype = view.dtype
         stored[key] = TargetTensor(key, dtype, entry.shape, (Source(key),))
     wider = [key for key, tensor in stored.items() if tensor.dtype != catalog.tensors[key].dtype]
@@ -325,7 +327,9 @@ def _by_export(
             f"{catalog.tensors[wider[0]].dtype} in the model; they are compared as the wider type, which is exact"
         )
     notes = [
-        "weights are compared as export-hf would write them; config.json, arguments and optimizer are not",
+        "weights are compared as export-hf would write them; config.json, arguments and optimizer are not"
+        if imported is None
+        else "two Hugging Face models are compared under the names of the first; config.json is not",
         *notes,
         *left_out,
         *plain.dropped,

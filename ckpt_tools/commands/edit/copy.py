@@ -79,6 +79,7 @@ class Copied:
             "read_back": self.read_back,
             "left_out": list(self.left_out),
             "replaced": None if self.written is None else self.written.replaced,
+            "tracker": None if self.written is None else self.written.tracker,
         }
 
 

@@ -67,8 +67,8 @@ def convert_iterations(
     `kinds` is empty for what stays of the source's kind. `convert` takes the number of an iteration (None: the
     latest) and whether the output's tracker is to name it then.
 
-    The source's latest comes last, and the output's tracker ends on it if it is there. With several processes the
-    first failure ends the run: they could not agree on going on.
+    The source's latest comes last; the output's tracker goes forward only, so it ends on the highest. With several
+    processes the first failure ends the run: they could not agree on going on.
     """
     numbers, latest = all_iterations(source)
     present = (

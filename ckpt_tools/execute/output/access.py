@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt_tools.execute.output.fileio import storage_errors
-from ckpt_tools.execute.output.folders import Folder
+from ckpt_tools.execute.output.folders import Folder, temporary_name
 
 _ITERATION = re.compile(r"iter_\d+|release")
 _LOOKED_AT = 10_000  # files of a model directory; a checkpoint's have the same modes
@@ -110,15 +110,33 @@ def give_group(fd: int, group: int) -> bool:
 
 
 def write_report(file: Path, data: bytes, source: Path | None) -> None:
-    """Write a file that a user named: one that is there keeps its permissions, a new one gets those of `source`."""
+    """Write a file that a user named, whole or not at all, unless it is a device or a pipe.
+
+    One that is there keeps its permissions, a new one gets those of `source`.
+    """
     access = access_of(source) if source else Access()
+    target = Path(os.path.realpath(file))
     with storage_errors(file):
+        old = file.stat() if file.exists() else None
+        if old is not None:
+            is_file = stat.S_ISREG(old.st_mode) and not str(file).startswith(("/dev/", "/proc/"))
+            is_file = is_file and os.access(target.parent, os.W_OK)
+            fd = os.open(file, os.O_WRONLY | os.O_CLOEXEC | (0 if is_file else os.O_TRUNC))
+            with os.fdopen(fd, "wb") as opened:  # a file too: who may not write it must not replace it
+                opened.write(b"" if is_file else data)
+            if not is_file:
+                return
+        temporary = target.with_name(temporary_name())
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, access.file)
         try:
-            fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, access.file)
-        except FileExistsError:
-            fd = os.open(file, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
-        else:
-            if access.group is not None and not file.parent.stat().st_mode & stat.S_ISGID:
-                give_group(fd, access.group)
-        with os.fdopen(fd, "wb") as opened:
-            opened.write(data)
+            with os.fdopen(fd, "wb") as opened:
+                if old is not None:
+                    os.fchmod(fd, stat.S_IMODE(old.st_mode))
+                    give_group(fd, old.st_gid)
+                elif access.group is not None and not target.parent.stat().st_mode & stat.S_ISGID:
+                    give_group(fd, access.group)
+                opened.write(data)
+            temporary.replace(target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise

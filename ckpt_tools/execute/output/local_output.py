@@ -83,8 +83,10 @@ def _refuse_sources(final: Path, sources: Iterable[Path]) -> None:
 
 
 def output_blocked_error(folder: Path) -> UsageError:
-    """The error for a folder whose name, or whose parent's, a file has."""
-    return UsageError(f"{folder}: cannot create it: a file with that name exists; choose another output")
+    """The error for a directory that cannot be made, as something else has its name or a parent's."""
+    return UsageError(
+        f"{folder}: cannot create it: a file or a broken link with that name exists; choose another output"
+    )
 
 
 def check_own(folder: Folder) -> None:
@@ -178,9 +180,10 @@ class LocalOutput:
             return self.folder().enter(DATA)
 
     def look(self) -> None:
+        self._check_beside()
         if self._resume and has_files(self._plan.file_bytes, lengths(self.final)):
             return  # perhaps all is done: `take` compares
-        above = next(f for f in (self.final.parent, *self.final.parent.parents) if f.exists())
+        above = next(f for f in (self.final.parent, *self.final.parent.parents) if os.path.lexists(f))
         if not above.is_dir():
             raise output_blocked_error(self.final.parent)
         try:
@@ -213,6 +216,15 @@ class LocalOutput:
             return 0
         with self.open_data() as data:
             return allocated(data)
+
+    def _check_beside(self) -> None:
+        """Raise UsageError if a directory stands where a tracker goes."""
+        for name in self._job.output.beside:
+            path = self.final.parent / name
+            if path.is_dir() and not path.is_symlink():
+                raise UsageError(
+                    f"{path} is a directory, where the tracker file goes; move it away, or choose another output"
+                )
 
     def _examine(self, moved: Path | None = None) -> Found:
         """Whether there is unfinished work to go on from; raise UsageError if something is in the way.
@@ -256,6 +268,7 @@ class LocalOutput:
         try:
             with storage_errors(self.partial):
                 self._make_parent()
+                self._check_beside()
                 self._take_lock()
                 self._undo_half_replacement()
                 if self._resume and self._is_published():

@@ -1,0 +1,66 @@
+"""A run's tracker goes forward only: an iteration that is added does not send a job back to an older one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from ckpt_tools.execute.run import Output, write_checkpoint
+from ckpt_tools.formats.locate.detect import BRIDGE_TRACKER, TRACKER
+from tests.execute.conftest import Case, make_case
+
+STAYS = "for a job to load"
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return make_case(tmp_path_factory.mktemp("source") / "ckpt")
+
+
+@pytest.fixture(params=["folder", "store"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    yield str(tmp_path / "root") if request.param == "folder" else "memory://root"
+    if request.param == "store":
+        MemoryFileSystem.store.clear()
+        MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+@pytest.mark.parametrize(
+    ("old", "there", "new", "left", "says"),
+    [
+        (None, (), "2", "2", None),
+        (None, ("iter_0000009",), "2", "2", None),
+        ("9", ("iter_0000009",), "2", "9", f"stays at 9; {STAYS} 2, give it --ckpt-step 2, or write 2 into"),
+        ("9\n", ("iter_0000009",), "release", "9\n", f"stays at 9; {STAYS} release, write release into"),
+        ("1", ("iter_0000001",), "release", "1", "stays at 1"),
+        ("9", (), "2", "2", "moves from 9 to 2"),
+        ("1", ("iter_0000001",), "2", "2", "moves from 1 to 2"),
+        ("release", ("release",), "2", "2", "moves from release to 2"),
+        ("2", ("iter_0000009",), "2", "2", None),
+        ("release", (), "release", "release", None),
+        ("", ("iter_0000009",), "2", "2", None),
+        ("nine", ("iter_0000009",), "2", "2", None),
+    ],
+)
+def test_a_tracker_goes_forward_only(
+    old: str | None, there: tuple[str, ...], new: str, left: str, says: str | None, root: str, case: Case
+) -> None:
+    fs, _ = fsspec.core.url_to_fs(root)
+    for name in there:
+        fs.makedirs(f"{root}/{name}", exist_ok=True)
+        fs.pipe(f"{root}/{name}/.metadata", b"x")
+    if old is not None:
+        fs.makedirs(root, exist_ok=True)
+        fs.pipe(f"{root}/{TRACKER}", old.encode())
+    folder = "release" if new == "release" else f"iter_{int(new):07d}"
+    place = f"{root}/{folder}" if "://" in root else Path(root, folder)
+    beside = {TRACKER: new.encode(), BRIDGE_TRACKER: b"new"}
+    done = write_checkpoint(case.plan(1), case.files, Output(place, beside))
+    assert fs.cat(f"{root}/{TRACKER}").decode() == left
+    assert fs.exists(f"{root}/{BRIDGE_TRACKER}") == (left == new)
+    assert (done.tracker or "").startswith(f"{TRACKER} {says}" if says else "")
+    assert (done.tracker is None) == (says is None)
