@@ -84,10 +84,13 @@ ARGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+PADDED = ("smollm3", "phi3", "glm", "youtu")  # whose class has a default beyond a small vocabulary
+
+
 @pytest.mark.parametrize("variant", CONFIGS)
 def test_a_tiny_model_goes_both_ways(variant: str) -> None:
     """Without a config.json, unless its parameters and arguments are those of another family too."""
-    config = config_of(variant)
+    config = {key: value for key, value in config_of(variant).items() if key != "pad_token_id"}
     is_open = "linear" in str(config.get("rope_scaling"))  # Megatron-LM ignored the argument in many versions
     alone = variant not in LIKE and not is_open and family_of(variant) not in ("gemma2", "gemma3")
     found, made = there_and_back(config, not alone)
@@ -95,8 +98,8 @@ def test_a_tiny_model_goes_both_ways(variant: str) -> None:
     assert {name: found.args[name] for name in ARGS.get(variant, {})} == ARGS.get(variant, {})
     assert read_config(family, made.config) == read_config(family, said)
     assert family.config_fields <= made.config.keys()  # the class may take something else without one
-    if alone:
-        assert all(made.config[name] is None for name in family.unset)  # its own is beyond this vocabulary
+    if family.name in PADDED:
+        assert made.config["pad_token_id"] is None
     if variant == "llama2":
         assert not [name for name in found.args if name.startswith(("linear_", "mamba_", "hybrid_"))]
 
