@@ -3,7 +3,7 @@
 Archives carry a CRC-32 of every payload, and a conversion reads payloads in pieces: in any order, by several threads,
 with gaps that nobody needs. Every read sums the bytes that nothing has summed before; sums of neighbours are joined.
 A payload that is complete is compared at once. What is left when all work is done is read by
-`prove_source.prove_rest`. A payload that nothing is read from is no part of the output and is not proven.
+`prove_source.prove_rest`. A payload that nothing is read from does not get into the output and is not proven.
 """
 
 from __future__ import annotations
