@@ -172,11 +172,8 @@ def test_no_head_and_two_answers(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_job_of_megatron_lm_is_not_ready_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = model_and_run("qwen3_vl")[1]
-    assert (
-        run(["convert", str(made), str(tmp_path / "fsdp"), "--gpus", "2", "--weights-only", *FRESH, "-v"])
-        == 0
-    )
-    assert "the source has none" in capsys.readouterr().out  # weights are no masters
+    assert run(["convert", str(made), str(tmp_path / "fsdp"), "--gpus", "2", "--weights-only", *FRESH]) == 0
+    assert "no fp32 masters in the source" in capsys.readouterr().out  # weights are no masters
     for target in ("core-0.16", "main"):
         assert run(["preflight", str(tmp_path / "fsdp"), "--target", target]) == 1
         assert "vision_model beside its language model" in capsys.readouterr().out
