@@ -99,7 +99,7 @@ def test_what_was_imported_is_launched_too(tmp_path: Path, capsys: pytest.Captur
     assert (job.get("num_layers"), job.has("finetune")) == (2, True)
     capsys.readouterr()
     assert run(["preflight", str(tmp_path / "out")]) == 1
-    assert "a 3D-parallel job without Megatron-FSDP" in capsys.readouterr().out
+    assert "a 3D-parallel job loads it without conversion" in capsys.readouterr().out
 
 
 def test_there_is_none_where_a_job_is_described_or_megatron_fsdp_loads_it() -> None:
