@@ -214,6 +214,14 @@ def test_a_setting_of_another_kind_is_named_and_left_out(name, value):
     assert (sound.job.settings, sound.args) == ({"swiglu": True}, {})
 
 
+@pytest.mark.parametrize(
+    ("value", "findings"), [("1e-05", 0), ("1.5E-6", 0), ("-1e-05", 1), ("small", 1), ("1e", 1)]
+)
+def test_a_number_that_yaml_takes_for_a_text(value, findings):
+    facts = Facts("torch_dist", Job({"layernorm_epsilon": value}, {}, "bridge", frozenset()))
+    assert len(checked_settings(facts)[1].findings) == findings
+
+
 JUNK = [None, True, -1, 0, 10**30, 1e300, float("nan"), "x", "", "\x1b[1m", [], [1], {}, {"a": 1}, object()]
 
 

@@ -117,7 +117,7 @@ def check_settings(settings: Mapping[str, Any], where: str) -> None:
 
 
 def wanted_kind(name: str, value: Any) -> str:
-    """What a setting or a field is, if `value` is not that; empty if it is, or if the name is none that we read."""
+    """What belongs into a setting or a field, if `value` does not; empty for sound values and for names not read."""
     if value is None:
         return "a value" if name in _NEVER_NONE else ""
     if name in FLAGS:

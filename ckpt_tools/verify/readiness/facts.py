@@ -156,6 +156,9 @@ def before(version: str) -> tuple[str, ...]:
     return VERSIONS[: VERSIONS.index(version)]
 
 
+_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?e[-+]?\d+", re.IGNORECASE)
+
+
 def checked_settings(facts: Facts) -> tuple[Facts, Check]:
     """The facts without settings of another kind than Megatron takes, and what those are."""
     wrong = {name: wanted for name, wanted in map(_judged, facts.job.settings.items()) if wanted}
@@ -175,7 +178,11 @@ def checked_settings(facts: Facts) -> tuple[Facts, Check]:
 def _judged(setting: tuple[str, Any]) -> tuple[str, str]:
     """A setting's name, and what Megatron takes for it if it is something else."""
     name, value = setting
-    return name, "" if value is None else wanted_kind(name, value)
+    if isinstance(value, str) and _NUMBER.fullmatch(
+        value
+    ):  # YAML takes 1e-05 for a text, argparse and Hydra do not
+        value = float(value)
+    return name, "" if value is None else wanted_kind(name, value) and wanted_kind(name, setting[1])
 
 
 def _short(value: object) -> str:

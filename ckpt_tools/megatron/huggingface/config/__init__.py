@@ -7,4 +7,5 @@
 * `rope_args`: rotary embeddings
 * `layer_patterns`: which layers have a window, experts, an indexer or are Mamba: the short forms for it
 * `ledger`: every other setting of either side, and what becomes of it (arguments.yaml, config_json.yaml)
+* `same_model`: whether the settings of two checkpoints describe the same model
 """
