@@ -47,6 +47,11 @@ def print_report(report: ConversionReport) -> None:
     if report.written:
         lines.append(f"  checksums  {source_checksums(report.written)}")
         lines += _written(report.written)
+        if report.output_format in ("torch_dist", "fsdp_dtensor") and not _is_numbered(report.written):
+            lines.append(
+                "  note       no job finds this folder by --load: move it to RUN/iter_NNNNNNN, and write the "
+                "iteration into RUN/latest_checkpointed_iteration.txt"
+            )
     else:
         lines.append(
             f"  would write {human_bytes(report.plan['bytes_to_write'])} in {len(report.plan['files'])} files"
@@ -177,9 +182,12 @@ def print_rewritten(done: ConversionReport) -> None:
 
 def place(w: WriteReport) -> str:
     """Where the checkpoint lies, and by which name a job finds it."""
-    root, _, name = w.directory.rpartition("/")
-    numbered = name == "release" or name.startswith("iter_")
-    return f"{w.directory} (--load {root})" if numbered else w.directory
+    return f"{w.directory} (--load {w.directory.rpartition('/')[0]})" if _is_numbered(w) else w.directory
+
+
+def _is_numbered(w: WriteReport) -> bool:
+    name = w.directory.rpartition("/")[2]
+    return name == "release" or name.startswith("iter_")
 
 
 def _written(w: WriteReport) -> list[str]:

@@ -330,7 +330,7 @@ def launcher_problem(job: Job, words: Sequence[str]) -> tuple[str, str] | None:
     front = [*words[: words.index(job.script)]] if job.script in words else []
     for option, value in _sizes(front).items():
         if not _PROCESSES.fullmatch(value):
-            return f"torchrun {option} {value!r} is no number of processes", f"{option} N"
+            return f"torchrun {option} {value!r} is not a number of processes", f"{option} N"
     if job.script and all(_ASSIGNMENT.fullmatch(word) for word in front):
         return f"nothing starts {job.script}", f"torchrun --nproc-per-node GPUS {job.script} ..."
     return None
