@@ -38,7 +38,18 @@ def print_report(report: ConversionReport, verbose: bool = False) -> None:
     lines.append(f"  {'masters':<9} {masters_text(report.masters)}")
     if report.written:
         lines.append(f"  {'checked':<9} {checked(report.written)}")
-    found = [*_lost(report), *(f"  {'note':<9} {note}" for note in report.notes)]
+    notes = list(report.notes)
+    if (
+        report.written
+        and report.output_format in ("torch_dist", "fsdp_dtensor")
+        and not _is_numbered(report.written)
+    ):
+        notes.insert(
+            0,
+            "no job finds this folder by --load: move it to RUN/iter_NNNNNNN, and write the iteration into "
+            "RUN/latest_checkpointed_iteration.txt",
+        )
+    found = [*_lost(report), *(f"  {'note':<9} {note}" for note in notes)]
     print_lines(_verdict(report), lines, found, _details(report), verbose)
 
 
@@ -255,6 +266,9 @@ def print_edited(
 
 def place(w: WriteReport) -> str:
     """Where the checkpoint is, and how a job loads it."""
-    root, _, name = w.directory.rpartition("/")
-    numbered = name == "release" or name.startswith("iter_")
-    return f"{w.directory} (--load {root})" if numbered else w.directory
+    return f"{w.directory} (--load {w.directory.rpartition('/')[0]})" if _is_numbered(w) else w.directory
+
+
+def _is_numbered(w: WriteReport) -> bool:
+    name = w.directory.rpartition("/")[2]
+    return name == "release" or name.startswith("iter_")

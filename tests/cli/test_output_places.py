@@ -38,6 +38,14 @@ def test_what_stands_in_the_way_is_refused_and_left_alone(tmp_path, capsys, sour
     assert tree(tmp_path) == before
 
 
+@pytest.mark.parametrize("output", ["bare", ITERATION, "root"])
+def test_a_folder_that_no_job_finds_is_said_to_be_one(tmp_path, capsys, output):
+    copytree(LLAMA / ITERATION, tmp_path / "source")
+    source = tmp_path / "source" if output == "bare" else LLAMA if output == "root" else LLAMA / ITERATION
+    assert run(["convert", str(source), str(tmp_path / output)]) == 0
+    assert ("no job finds this folder" in capsys.readouterr().out) == (output == "bare")
+
+
 def test_a_mount_point_is_refused_before_the_work(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / ITERATION)
     (tmp_path / ITERATION).mkdir()

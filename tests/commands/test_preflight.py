@@ -609,6 +609,40 @@ def test_a_job_that_would_not_find_the_checkpoint_is_not_ready(change, words, fo
     assert list(said) == ["place"] and found in said["place"]
 
 
+@pytest.mark.parametrize(
+    ("words", "rule", "severity", "found"),
+    [
+        (GOOD[:-2], "place", "error", "the command has no --load"),
+        (GOOD[4:-2], "place", "warning", "the command has no --load"),  # the flags alone
+        ([*GOOD, "--eval-interval", "0"], "required", "error", "not given: an eval_interval above 0"),
+        ([*GOOD, "--train-iters", "2"], "steps", "error", "train_iters is 2, the checkpoint is of iteration 2"),
+        (["torchrun", "--nproc-per-node", "x", *GOOD[3:]], "launcher", "error", "--nproc-per-node 'x'"),
+        (["torchrun", "--nnodes=0", *GOOD[3:]], "launcher", "error", "--nnodes '0'"),
+        (["torchrun", "--nproc-per-node", "auto", "--nnodes", "1:$N", *GOOD[3:]], None, None, None),
+        (GOOD[3:], "launcher", "warning", "nothing starts pretrain_gpt.py"),
+        (["A=1", *GOOD[3:]], "launcher", "warning", "nothing starts pretrain_gpt.py"),
+        (["python", *GOOD[3:]], None, None, None),
+        ([*without("--global-batch-size")[3:], "--weight-decay-incr-style", "linear"], "schedule",
+         "error", "wd_incr_style: job linear, checkpoint constant"),
+    ],
+)  # fmt: skip
+def test_a_job_that_would_not_do_what_is_meant(words, rule, severity, found):
+    said = broken(words)
+    if rule is None:
+        assert said == {}
+    else:
+        assert said[rule][0] == severity and found in said[rule][1]
+        start = preflight(str(fixture_dir(NATIVE)), words).launch
+        assert (start is None) or rule == "place"
+
+
+@pytest.mark.parametrize("first", ["", " ", "\t"])
+@pytest.mark.parametrize("rest", [[], GOOD[3:], ["--train-iters", "10"]])
+def test_a_command_that_begins_with_an_empty_word_is_refused(first, rest):
+    with pytest.raises(UsageError, match="begins with an empty word"):
+        preflight(str(fixture_dir(NATIVE)), [first, *rest])
+
+
 def test_a_folder_that_is_no_iteration_is_not_ready(tmp_path):
     folder = copy_of(NATIVE, tmp_path / "run") / "iter_0000002"
     folder = folder.rename(tmp_path / "mine")
@@ -638,7 +672,8 @@ def test_the_command_loads_and_saves_in_one_place_from_every_folder(monkeypatch)
     monkeypatch.chdir(root.parent)
     start = launch_of(preflight(root.name))
     assert value_of(start.words, "--load") == value_of(start.words, "--save") == str(root)
-    assert launch_of(preflight(root.name, ["pretrain_gpt.py", *GOOD[4:]])).command.startswith("pretrain")
+    described = ["torchrun", "--nproc-per-node", "4", "pretrain_gpt.py", *GOOD[4:]]
+    assert launch_of(preflight(root.name, described)).command.startswith("torchrun")
 
 
 def test_what_no_run_tells_is_left_to_the_user(about):

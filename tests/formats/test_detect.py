@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -292,3 +293,16 @@ def test_parts_of_ranks_are_a_model_wherever_they_lie(tmp_path: Path) -> None:
     (tmp_path / "checkpoint" / ".metadata").touch()
     (tmp_path / "shard-00001-model-00001-of-00001.safetensors").touch()
     assert locate(str(tmp_path)).kind == "safetensors"
+
+
+@pytest.mark.parametrize(
+    "inside",
+    ["checkpoint-5/model.safetensors", "checkpoint-5/model.safetensors.index.json", "step=5/weights/.metadata",
+     "actor/.metadata", "run/latest_checkpointed_iteration.txt"],
+)  # fmt: skip
+def test_a_folder_above_a_checkpoint_names_it(inside: str, tmp_path: Path) -> None:
+    file = tmp_path / inside
+    file.parent.mkdir(parents=True)
+    file.touch()
+    with pytest.raises(UnsupportedCheckpointError, match=re.escape(f"Did you mean {file.parent}?")):
+        locate(str(tmp_path))

@@ -202,7 +202,7 @@ ENTRY = TensorEntry("x", "int32", (2, 3), ())
 
 @pytest.mark.parametrize(("config", "tensors", "severity", "said"), [
     ({"model_type": "own"}, {}, "warning", "were not compared: config.json has model_type 'own'"),
-    ({"hidden_size": None}, {}, "warning", "were not compared: config.json: a setting has"),
+    ({"hidden_size": None}, {}, "error", "hidden_size is null; a number of 1 or more is expected"),
     ({"quantization_config": {"quant_method": "awq"}}, {}, "warning", "not compared: config.json says"),
     ({"quantization": {"bits": 4}}, {}, "warning", "not compared: config.json has 'quantization'"),
     ({"architectures": {"x": 1}, "text_config": 3}, {}, "", ""),
@@ -283,3 +283,38 @@ def test_a_model_in_an_iterations_folder_is_checked(user_cases: Path, tmp_path: 
         assert verify_checkpoint(folder).is_valid
         cut(folder / place / "model.safetensors")
         assert not verify_checkpoint(folder).is_valid
+
+
+NO_COUNT = "a number of 1 or more is expected"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [("num_hidden_layers", value, NO_COUNT) for value in (0, -1, "2", None, [2], 10**30, 2.0, True, "missing")]
+    + [("num_attention_heads", 0, NO_COUNT), ("head_dim", 0, NO_COUNT), ("hidden_size", 32.5, NO_COUNT)]
+    + [("hidden_size", "missing", NO_COUNT), ("decoder_sparse_step", 0, NO_COUNT)]
+    + [("rope_theta", value, "a number above 0 is expected") for value in ("1e4", [1])]
+    + [("num_experts_per_tok", 9, "num_experts_per_tok is 9, num_experts "), ("layer_types", ["full_attention"],
+       "layer_types has 1 entries, num_hidden_layers is ")],
+)  # fmt: skip
+def test_a_config_that_no_model_can_have_is_an_error(
+    field: str, value: object, said: str, tmp_path: Path
+) -> None:
+    config = {**QWEN3_MOE, field: value}
+    if value == "missing":
+        del config[field]
+    save_file(dict(directory(QWEN3_MOE)), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    wrong = [one for one in verify_checkpoint(tmp_path).findings if one.severity == "error"]
+    assert any(field in one.message and said in one.message for one in wrong), wrong
+    assert run(["verify", str(tmp_path), "-q"]) == 1
+
+
+@pytest.mark.parametrize(
+    "changed", [{"hidden_act": "relu6"}, {"model_type": "unknown", "num_hidden_layers": 0}]
+)
+def test_a_config_that_has_no_rules_is_no_error(changed: dict[str, object], tmp_path: Path) -> None:
+    save_file(dict(directory(QWEN3_MOE)), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3_MOE, **changed}))
+    report = verify_checkpoint(tmp_path)
+    assert report.is_valid and any("were not compared" in one.message for one in report.findings)

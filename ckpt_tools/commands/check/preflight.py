@@ -33,6 +33,7 @@ from ckpt_tools.verify.readiness.job import (
     command_words,
     flags_of,
     is_bridge_command,
+    launcher_problem,
     merge,
     parse_command,
     parse_yaml,
@@ -104,13 +105,17 @@ def preflight(
         job = _described(words, yaml_file, program)
         start = None
         if job is not None:
-            start = Launch((_ENVIRONMENT,), tuple(words)) if job.script is not None else None
+            is_whole = job.script is not None and launcher_problem(job, words) is None
+            start = Launch((_ENVIRONMENT,), tuple(words)) if is_whole else None
         elif about.kind == "fsdp_dtensor":
             start = _launch(about, program, packed_for, place)
             job = parse_command(start.filled_in, program)
         facts, checks = _checks(about, job, program)
         if about.kind == "fsdp_dtensor" or (about.kind == "torch_dist" and job is None):
             checks.append(_place_check(place, job))
+        if about.kind == "fsdp_dtensor" and (words or yaml_file):
+            assert job is not None
+            checks += [_launcher_check(job, words), _steps_check(place, job)]
         stored = _stored_checks(opened)
         with_path = (_with_path(check, checkpoint) for check in (*checks, *stored))
         report = Report(opened.location.path, opened.location.kind, tuple(with_path))
@@ -341,9 +346,32 @@ def _place_check(place: _Place, job: Job | None) -> Check:
         fix = f"--ckpt-step {latest}, or {track}"
         why = "the job would load something else"
     elif job is not None and load is None and job.refused is None:
-        found, fix, severity = "the command has no --load", f"--load {place.root}", WARNING
+        found, fix = "the command has no --load", f"--load {place.root}"
+        # Flags alone and files need not be all that the job is given, and a recipe of Bridge has a place.
+        severity = WARNING if job.script is None or job.is_bridge else ERROR
     findings = () if found is None else (Finding("place", severity, found, why, fix),)
     return Check("place", "places", 1, findings, source="training/checkpointing.py _load_base_checkpoint")
+
+
+def _launcher_check(job: Job, words: Sequence[str]) -> Check:
+    """Whether something starts the script, on a number of GPUs."""
+    problem = launcher_problem(job, words)
+    is_bare = problem is not None and problem[0].startswith("nothing")
+    why = "the number of GPUs is unknown, so batch and schedule are compared only in part"
+    findings = () if problem is None else (
+        Finding("launcher", WARNING if is_bare else ERROR, problem[0], why if is_bare else "it stops", problem[1]),
+    )  # fmt: skip
+    return Check("launcher", "commands", 1, findings, source="torch/distributed/run.py")
+
+
+def _steps_check(place: _Place, job: Job) -> Check:
+    """Whether there is a step left to train."""
+    last, step = job.get("train_iters"), place.iteration
+    is_done = type(last) is int and bool(step) and last <= (step or 0) and not job.has("finetune")
+    found = f"train_iters is {last}, the checkpoint is of iteration {step}"
+    fix = f"--train-iters with more than {step}"
+    findings = (Finding("steps", ERROR, found, "the job would end at once", fix),) if is_done else ()
+    return Check("steps", "settings", 1, findings, source="training/training.py train")
 
 
 def _unsaid_check(facts: Facts) -> Check:

@@ -221,7 +221,9 @@ def choose_cut(opened: Opened, layers: str, block: str | None) -> Cut:
     count = counts[block]
     start, stop = int(match[1] or 0), int(match[2] or count)
     if not 0 <= start < stop <= count:
-        raise UsageError(f"--layers {layers}: {block} has layers 0:{count}, and at least one must be left")
+        raise UsageError(
+            f"--layers {layers!r}: {block.rstrip('.')} has layers 0:{count}, and at least one must be left"
+        )
     plain = _plain_cut(opened, _renamer(block, start, stop)) if kind == "dcp" else None
     return Cut(block, start, stop, count, fsdp=kind == "fsdp_dtensor", plain=plain)
 

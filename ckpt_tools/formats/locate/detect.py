@@ -401,11 +401,12 @@ def _with_weights(
     return _one(path, name, iteration)
 
 
-def _inner_checkpoints(path: str, names: list[str]) -> list[str]:
-    """The folders inside that hold a torch checkpoint or a run."""
+def _inner_checkpoints(path: str, names: list[str], more: Iterable[str] = ()) -> list[str]:
+    """The folders inside that hold a torch checkpoint or a run, or one of the files `more`."""
     folders = [path_in(path, name) for name in names if "." not in name or iteration_folders([name])]
-    marks = (METADATA, TRACKER, BRIDGE_TRACKER)
-    return [one for one in folders[:_LOOKED_AT] if any(open_files(one).exists(mark) for mark in marks)]
+    marks = (METADATA, TRACKER, BRIDGE_TRACKER, *more)
+    found = [(one, mark) for one in folders[:_LOOKED_AT] for mark in marks if open_files(one).exists(mark)]
+    return list(dict.fromkeys(path_in(one, mark).rpartition("/")[0] for one, mark in found))
 
 
 def _chosen_iteration(files: Files, names: list[str], iteration: int | None) -> str:
@@ -465,7 +466,7 @@ def _nothing_here(path: str, names: list[str]) -> UnsupportedCheckpointError:
         return UnsupportedCheckpointError(local_checkpoint(local))
     if unfinished := _unfinished(path, names):
         return UnsupportedCheckpointError(f"{path} holds no whole step. {unfinished[0]}.")
-    inner = _inner_checkpoints(path, names)
+    inner = _inner_checkpoints(path, names, (SINGLE_FILE, INDEX_FILE, f"weights/{METADATA}"))
     hint = f" Did you mean {inner[0]}?" if inner else ""
     if "config.json" in names and any(name.endswith(OTHER_WEIGHTS) for name in names):
         hint = f" It looks like a Hugging Face model without safetensors. {AS_SAFETENSORS}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -10,7 +10,10 @@ from ckpt_tools.errors import NEVER_FINDINGS, CkptError, MappingError
 from ckpt_tools.formats.safetensors import refuse_pointers
 from ckpt_tools.formats.storage.files import Files, read_whole
 from ckpt_tools.formats.untrusted_documents import parse_json
+from ckpt_tools.megatron.huggingface.config.codecs import REQUIRED
+from ckpt_tools.megatron.huggingface.config.ledger import short
 from ckpt_tools.megatron.huggingface.families.families import FAMILIES
+from ckpt_tools.megatron.huggingface.families.identify import family_of_config
 from ckpt_tools.megatron.huggingface.mapping.checks import Spec, refuse_wrapped
 from ckpt_tools.megatron.huggingface.mapping.targets import Expected, Superfluous, expected_by_rules
 from ckpt_tools.megatron.huggingface.quantization.quantized import dequantized
@@ -27,6 +30,13 @@ from ckpt_tools.verify.report import Check, Findings
 CONFIG: Final = "config.json"
 _WITH_HEAD: Final = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _MLX: Final = "quantization"
+_COUNTS: Final = {
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "intermediate_size", "moe_intermediate_size", "decoder_sparse_step", "num_experts_per_tok", "n_layer", "n_head",
+    "n_embd",
+}  # fmt: skip
+_REALS: Final = {"rope_theta", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"}
+_LARGEST: Final = 1 << 31
 _MAX_BYTES = 256 << 20  # the largest tokenizers have some tens of megabytes
 
 
@@ -85,8 +95,14 @@ def check_hf_names(files: Files, catalog: Catalog, config: Mapping[str, Any]) ->
     try:
         expected = _expected(config, specs) if tower is None else _of_towers(config, specs, tower)
     except CkptError as error:
-        _not_compared(found, str(error))
+        impossible = list(_impossible(config if tower is None else tower.config))
+        for line in impossible:
+            found.error(CONFIG, line)
+        if not impossible:
+            _not_compared(found, str(error))
         return found.done()
+    for line in _contradictions(config if tower is None else tower.config):
+        found.error(CONFIG, line)
     _compare(found, specs, expected)
     _compare_types(found, specs, expected, config)
     return found.done()
@@ -94,6 +110,40 @@ def check_hf_names(files: Files, catalog: Catalog, config: Mapping[str, Any]) ->
 
 def _not_compared(found: Findings, why: str) -> None:
     found.warning(CONFIG, f"names, shapes and types of tensors were not compared: {why}")
+
+
+def _impossible(config: Mapping[str, Any]) -> Iterator[str]:
+    """Fields of a family with rules that no model can have, whatever Megatron has modules for."""
+    try:
+        family = family_of_config(config)
+    except MappingError:
+        return
+    for one in family.fields:
+        value = config.get(one.hf, config.get(one.also) if one.also else None)
+        if value is None and one.default is REQUIRED and one.hf in _COUNTS:
+            yield f"{one.hf} is {'null' if one.hf in config else 'missing'}; a number of 1 or more is expected"
+    for name in sorted(_COUNTS & config.keys()):
+        value = config[name]
+        if value is not None and (type(value) is not int or not 0 < value < _LARGEST):
+            yield f"{name} is {short(value)}; a number of 1 or more is expected"
+    for name in sorted(_REALS & config.keys()):
+        value = config[name]
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int | float) or value <= 0
+        ):
+            yield f"{name} is {short(value)}; a number above 0 is expected"
+
+
+def _contradictions(config: Mapping[str, Any]) -> Iterator[str]:
+    """Fields that cannot be true together."""
+    layers, kinds = config.get("num_hidden_layers"), config.get("layer_types")
+    if isinstance(kinds, list) and type(layers) is int and len(kinds) != layers:
+        yield f"layer_types has {len(kinds)} entries, num_hidden_layers is {layers}"
+    chosen = config.get("num_experts_per_tok")
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        experts = config.get(name)
+        if type(chosen) is int and type(experts) is int and 0 < experts < chosen:
+            yield f"num_experts_per_tok is {chosen}, {name} {experts}"
 
 
 def _expected(config: Mapping[str, Any], specs: Mapping[str, Spec]) -> Expected:

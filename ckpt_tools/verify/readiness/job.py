@@ -221,6 +221,9 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _OVERRIDE = re.compile(r"[+~]{0,2}([a-z_]+(?:\.[a-z_0-9]+)+)=(.*)", re.DOTALL)
 _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 _COUNT = re.compile(r"[1-9][0-9]{0,6}", re.ASCII)
+_PROCESSES = re.compile(
+    r"[1-9][0-9]{0,6}(:[1-9][0-9]{0,6})?|auto|cpu|gpu|xpu|.*\$.*", re.ASCII
+)  # of torchrun
 _BRIDGE_SCRIPTS = ("run_recipe.py",)
 _SECTIONS = ("model", "ddp", "dist", "checkpoint", "optimizer")
 # What the rules look at and Bridge sets by itself (training/config.py and the dataclasses of megatron-core).
@@ -287,6 +290,8 @@ def is_bridge_command(words: Sequence[str]) -> bool:
 
 def command_words(words: Sequence[str]) -> list[str]:
     """The words of a command line; one word that holds all of it is split as a shell splits it."""
+    if words and not words[0].strip():
+        raise UsageError("the job's command line begins with an empty word; is a variable not set?")
     if len(words) != 1 or not any(c.isspace() for c in words[0]):
         return list(words)
     try:
@@ -316,15 +321,31 @@ def parse_command(words: Sequence[str], program: str = MAIN) -> Job:
 
 def _world(words: Sequence[str]) -> int | None:
     """GPUs that torchrun is told to start; None with another launcher, or numbers that only the machines know."""
+    counts = [int(size) for size in _sizes(words).values() if _COUNT.fullmatch(size)]
+    return counts[0] * counts[1] if len(counts) == 2 else None
+
+
+def launcher_problem(job: Job, words: Sequence[str]) -> tuple[str, str] | None:
+    """What is wrong with the words in front of the script, and what to do."""
+    front = [*words[: words.index(job.script)]] if job.script in words else []
+    for option, value in _sizes(front).items():
+        if not _PROCESSES.fullmatch(value):
+            return f"torchrun {option} {value!r} is not a number of processes", f"{option} N"
+    if job.script and all(_ASSIGNMENT.fullmatch(word) for word in front):
+        return f"nothing starts {job.script}", f"torchrun --nproc-per-node GPUS {job.script} ..."
+    return None
+
+
+def _sizes(words: Sequence[str]) -> dict[str, str]:
+    """Nodes, and processes of each, as torchrun is given them; none with another launcher."""
     if not any(word.rpartition("/")[2] in _LAUNCHERS for word in words):
-        return None
+        return {}
     sizes = {"--nnodes": "1", "--nproc-per-node": "1"}
     for word, following in zip(words, (*words[1:], ""), strict=True):
         option, equals, value = word.replace("_", "-").partition("=")
         if option in sizes:
             sizes[option] = value if equals else following
-    counts = [int(size) for size in sizes.values() if _COUNT.fullmatch(size)]
-    return counts[0] * counts[1] if len(counts) == len(sizes) else None
+    return sizes
 
 
 def _script_at(words: Sequence[str], program: str) -> int | None:

@@ -53,6 +53,8 @@ def _required(f: Facts) -> str | None:
     if f.value("seq_length") is None and f.value("encoder_seq_length") is None:
         missing.append("seq_length")
     missing += [] if f.on("train_iters") or f.on("train_samples") else ["train_iters or train_samples"]
+    interval = f.value("eval_interval")
+    missing += ["an eval_interval above 0"] if isinstance(interval, int) and interval < 1 else []
     if f.value("save") is not None and not f.on("save_interval"):
         missing.append("save_interval")
     return f"not given: {', '.join(missing)}" if missing else None
@@ -423,7 +425,10 @@ def _schedule(f: Facts) -> str | None:
     if not f.loads("optim") or settled or f.value("lr") is None:
         return None
     settings = {name: f.value(name) for name in SCHEDULE_SETTINGS}
-    job = schedule_of(settings | {"global_batch_size": global_batch(f)}) or {}
+    batch = global_batch(f)
+    job = schedule_of(settings | {"global_batch_size": batch or 1}) or {}
+    if batch is None and settings["train_iters"]:  # steps are samples
+        job = {name: value for name, value in job.items() if not name.endswith("_steps")}
     job |= {"max_lr": f.value("lr"), "min_lr": f.value("min_lr", 0.0)}
     pairs = {name: (found, f.schedule.get(name)) for name, found in job.items()}
     found = [f"{n}: job {a}, checkpoint {b}" for n, (a, b) in pairs.items() if b is not None and a != b]
