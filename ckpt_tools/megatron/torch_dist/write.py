@@ -108,7 +108,7 @@ def build_torch_dist_target(model: Model, options: TorchDistOptions) -> TorchDis
     objects = (*rng, *extra, *rerun, TargetObject(COMMON_OBJECT, [common]))
     kept = carried_objects(model, objects)
     unplaced = [
-        f"{key}: its FP8 scales have no place in the target: its modules have other keys"
+        f"{key}: its FP8 scales have no place in the target; the modules there have other keys"
         for key in model.extra_states
         if key not in {o.key for o in objects}
     ]
