@@ -409,7 +409,7 @@ def _wrong_with(code: str, shape: list[Any], start: Any, stop: Any) -> str:
     if start > stop:
         return f"its bytes [{start}, {stop}) end before they begin"
     if any(n >= 1 << 60 for n in accumulate(shape, mul)):  # in elements of 16 bytes, also before a 0 comes
-        return f"the size of {shape} cannot be told in 64 bits"
+        return f"the size of {shape} does not fit in 64 bits"
     needed = prod(shape) * itemsize(DTYPES[code])
     if needed != stop - start:
         return f"{code} {shape} needs {needed:,} bytes, data_offsets give {stop - start:,}"
@@ -442,7 +442,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def safetensors_header(tensors: Mapping[str, TensorInfo]) -> bytes:
-    """Length and JSON header of a file whose tensors follow one another in this order.
+    """Length and JSON header of a file that stores the tensors in this order, without gaps.
 
     Older readers fail without the `format` entry (huggingface/safetensors issue 549).
     """

@@ -120,7 +120,7 @@ def sort_out(catalog: Catalog) -> AdapterTensors:
 
 
 def not_merged(key: str) -> str | None:
-    """What merges an adapter of a kind that is not merged here; None: the key is of no such adapter."""
+    """How to merge an adapter that is not merged here, by its key; None for other keys."""
     return next((advice for mark, advice in _OTHER.items() if mark in key), None)
 
 
@@ -230,7 +230,7 @@ def _refuse_lost_experts(adapters: Iterable[Adapter], expert_ranks: int | None) 
     if shared and expert_ranks != 1:
         ranks = "how many there were is not known" if expert_ranks is None else f"there were {expert_ranks}"
         raise UnsupportedCheckpointError(
-            "every expert-parallel rank trains an adapter of its own for its experts, and the checkpoint has kept "
+            "every expert-parallel rank trains its own adapter for its experts, and the checkpoint has kept "
             f"that of one rank only ({ranks}); merge them in the job that trained them:\n"
             + list_problems(shared[:4]),
             shared[:4],

@@ -56,7 +56,7 @@ class Format:
         weights: the model's weights, layers apart.
         without_optimizer: the keys of a weights-only checkpoint: of weights, and of what models keep besides these.
         layout: the name of the optimizer's layout.
-        rng_ranks: the (pp, tp) ranks whose rng states are stored.
+        rng_ranks: the (pp, tp) ranks with stored rng states.
         is_run: a job of Megatron saves it, in the root of a run, with its arguments and counters.
         masters_in_place: fp32 masters are stored in the place of weights.
         described: what a refused source is, after "PATH is".

@@ -38,7 +38,7 @@ def as_gpt(
     """A HybridModel of attention and MLP in turn as the GPT model it computes the same as, and a note on it.
 
     A layer of attention without MLP and one of MLP without attention, one after the other, are a transformer layer.
-    A model of other layers is left as it is, and its settings name the layers that its weights have.
+    A model of other layers stays unchanged, and its settings name the layers that its weights have.
     """
     pattern = _pattern(parameters)
     declared = settings.get("hybrid_layer_pattern") or settings.get("hybrid_override_pattern")

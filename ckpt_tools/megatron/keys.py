@@ -21,7 +21,7 @@
 
     model.module.decoder.layers.0.mlp.linear_fc1.weight_w         value of a live parameter, here of a gate half
     model.module.decoder.layers.0.mlp.experts.linear_fc1.weight7  one expert of a grouped module
-    model.module.decoder.layers.0.mlp.experts.local_experts.7.linear_fc1.weight  one expert, a module of its own
+    model.module.decoder.layers.0.mlp.experts.local_experts.7.linear_fc1.weight  one expert as a separate module
     optimizer.state.module.module.module.decoder.layers.0.mlp.linear_fc1.weight_w.exp_avg
     optimizer.param_to_group_meta.module.module.module.decoder.layers.0.mlp.linear_fc1.weight.lr
     opt_param_scheduler.max_lr, rng_state.(0, 1).0.np_rng_state.0, optimizer.grad_scaler.scale, args, iteration
@@ -218,7 +218,7 @@ def shard_key(name: str, place: Iterable[int], grid: Iterable[int]) -> str:
 
 
 def rng_shard(key: str) -> Rank | None:
-    """The rank whose rng states a `torch_dist` object holds; None for other keys."""
+    """The rank of the rng states in a `torch_dist` object; None for other keys."""
     shard = object_shard(key) if key.startswith("rng_state/") else None
     return Rank(*shard.place) if shard and shard.name == "rng_state" and len(shard.place) in (2, 3) else None
 
@@ -251,7 +251,7 @@ def expert_of(key: str) -> tuple[str, int | None]:
 
 
 def one_expert(name: str, expert: int | None) -> str:
-    """The key of one expert as `singleton_local_shards` stores it; the name as it is where it is of none."""
+    """The key of one expert as `singleton_local_shards` stores it; `name` unchanged if `expert` is None."""
     return name if expert is None else name.replace(EXPERTS, f"{EXPERTS}{expert}.")
 
 
@@ -286,7 +286,7 @@ class RngKey(NamedTuple):
 
 
 def model_name(key: str) -> str | None:
-    """The parameter or buffer whose value is under `model.*`; None for other keys."""
+    """The parameter or buffer that a `model.*` key holds; None for other keys."""
     match = _MODEL.fullmatch(key)
     return match["name"] if match else None
 
@@ -304,7 +304,7 @@ def parameter_of(key: str) -> ParameterKey | None:
 
 
 def parameter_name(key: str) -> str | None:
-    """The stored name of the parameter whose value `key` holds, None for none."""
+    """The stored name of the parameter that `key` holds a value of; None for other keys."""
     parameter = parameter_of(key)
     return parameter.name if parameter else None
 

@@ -31,7 +31,7 @@ def merged_model(model: Model, adapters: Sequence[Adapter], alpha: float) -> Mod
     """The weights of `model` with every adapter's part added, and nothing of its optimizer.
 
     Where fp32 masters are there, a part is added to the master, rounded to float32, and the weight is the rounding of
-    that, as it is in every checkpoint that a job writes; else it is added to the weight and rounded once.
+    that, as in every checkpoint that a job writes; else it is added to the weight and rounded once.
     """
     of: dict[str, list[Adapter]] = {}
     for adapter in adapters:

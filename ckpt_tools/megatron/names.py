@@ -141,7 +141,7 @@ def stored_name(name: str, hybrid_mtp: bool = False) -> str:
 
 
 def fuse_local_norm(name: str) -> str:
-    """The stored name of a norm that is a module of its own in the running model, any other name as it is."""
+    """The stored name of a norm that is a separate module in the running model; other names unchanged."""
     name = LOCAL_INPUT_NORM.sub(r".self_attention.linear_qkv.layer_norm_\1", name)
     return LOCAL_MLP_NORM.sub(r".mlp.linear_fc1.layer_norm_\1", name)
 

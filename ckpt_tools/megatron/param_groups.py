@@ -60,7 +60,7 @@ def derive_memberships(
         )
     if rules.use_mup:
         raise MappingError(
-            "the run used muP (args.use_mup), whose groups depend on settings outside the checkpoint; dump the "
+            "the run used muP (args.use_mup), and its groups depend on settings outside the checkpoint; dump the "
             "map from the training job and give it with --param-to-param-group-map-json"
         )
     memberships: dict[str, Membership] = {}

@@ -20,7 +20,7 @@ VOCAB_NAMES = ("embedding.word_embeddings.weight", "output_layer.weight", "outpu
 
 @dataclass(frozen=True, slots=True)
 class VocabChange:
-    """What a resize does: `cut` names parameters whose rows from `kept` on are left out, to be proven padding."""
+    """What a resize does: `cut` names parameters that lose their rows from `kept` on, to be proven padding."""
 
     parameters: list[LiveParameter]
     cut: tuple[str, ...]
@@ -29,7 +29,7 @@ class VocabChange:
 
 
 class Vocabulary(NamedTuple):
-    """How many rows are stored, and the tensor-parallel sizes whose jobs pad the vocabulary to just as many.
+    """The number of stored rows, and the tensor-parallel sizes that pad the vocabulary to that number.
 
     Where the number of real tokens is unknown (`is_exact` False) there may be fewer such sizes.
     """
@@ -48,9 +48,9 @@ def padded_rows(tokens: int, multiple: int, tp: int) -> int:
 def told_tokens(args: Mapping[str, Any]) -> tuple[int, ...]:
     """The numbers of real tokens that a run's args allow, () when they do not tell.
 
-    `vocab_size` counts where the tokenizer has no vocabulary of its own and where Bridge pads it; a tokenizer with
+    `vocab_size` counts where the tokenizer brings no vocabulary and where Bridge pads it; a tokenizer with
     files may have more tokens than a stale `--vocab-size` says. Up to core 0.16 the null tokenizer adds one to it
-    for the end of a document. What the run padded to tells them apart, or that none of them is right.
+    for the end of a document. What the run padded to shows which is right, or that none is.
     """
     size, kind = count_of(args.get("vocab_size")), str(args.get("tokenizer_type") or "")
     if size is None or not (kind.startswith(("Null", "TikTokenizer")) or args.get("should_pad_vocab")):
@@ -68,7 +68,7 @@ def told_tokens(args: Mapping[str, Any]) -> tuple[int, ...]:
 def vocabulary(
     shapes: Iterable[tuple[str, Sequence[int]]], args: Mapping[str, Any], tokens: int | None
 ) -> Vocabulary | None:
-    """What is stored under (live name, shape) of a vocabulary, None when there is none.
+    """The vocabulary among stored parameters, given as (live name, shape); None without one.
 
     `tokens` is the number of real ones where it is known better than `args` tell.
     """

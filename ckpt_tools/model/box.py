@@ -49,7 +49,7 @@ class Box(NamedTuple):
         return Box(tuple([a + d for a, d in zip(self.start, delta, strict=True)]), self.size)
 
     def relative_to(self, origin: Box) -> Box:
-        """This box in coordinates whose zero is `origin.start`."""
+        """This box in coordinates with `origin.start` as zero."""
         return Box(tuple([a - o for a, o in zip(self.start, origin.start, strict=True)]), self.size)
 
     def without_axis(self, axis: int) -> Box:

@@ -1,7 +1,7 @@
 """What a checkpoint holds: tensors, their chunks, and objects, as plain data.
 
-A view (`Value`) moves bytes; a kernel (`Made`) computes a tensor, whose entry is in the catalog like that of a
-stored one, so that views show it as any other.
+A view (`Value`) moves bytes; a kernel (`Made`) computes a tensor. Its entry is in the catalog like that of a
+stored one, so views show it like any other.
 
 A catalog says where every item's bytes lie but not what its keys mean. Items are addressed with their
 container (the `torch.save` zip around a payload); `item_reader` finds the payload inside.
@@ -48,7 +48,7 @@ class Chunk(NamedTuple):
 
 @many(frozen=True, slots=True)
 class Value:
-    """A tensor whose elements are tiled by what its sources show; a source of another element type is cast.
+    """A tensor tiled by what its sources show; a source of another element type is cast.
 
     Elements that no source shows are zeros where `zero_filled` allows that.
     """
@@ -88,7 +88,7 @@ def concat(name: str, parts: Sequence[Value], rows: int | None = None) -> Value:
 
 
 def stack(name: str, parts: Mapping[tuple[int, ...], Value], lead: tuple[int, ...]) -> Value:
-    """The parts of `name` by their index on new leading axes, whose lengths are `lead`."""
+    """The parts of `name` by their index on new leading axes of lengths `lead`."""
     values = list(parts.values())
     shape = (*lead, *values[0].shape)
     inserts, rest = [Insert(0)] * len(lead), (0,) * len(values[0].shape)
@@ -184,7 +184,7 @@ class Catalog:
 
 
 def leave_out(catalog: Catalog, globs: Sequence[str]) -> tuple[Catalog, tuple[str, ...]]:
-    """The catalog without the tensors and objects whose keys match; a line for each."""
+    """The catalog without the tensors and objects with a matching key; a line for each."""
     if not globs:
         return catalog, ()
     keys = (*catalog.tensors, *catalog.objects)

@@ -34,7 +34,7 @@ class Parameter:
 
     name: str
     shape: tuple[int, ...]
-    dtype: str | None  # in the running model; None where nothing tells it
+    dtype: str | None  # in the running model; None if unknown
     values: Mapping[str, Value]
     expert: int | None = None
     group: int | None = None  # its place in `Model.groups`, where the format says so

@@ -1,4 +1,4 @@
-"""What a value of a parameter is. It stands apart since all that read keys ask for it, and few of them compute."""
+"""What a value of a parameter is. A separate module: all that read keys need it, few of them compute."""
 
 from __future__ import annotations
 

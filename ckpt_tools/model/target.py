@@ -30,13 +30,13 @@ class TargetTensor:
     must_round_to: tuple[Source, ...] = ()
     must_round_dtype: str | None = None
     zero_filled: bool = False
-    parameter: str = ""  # the live parameter, or half of one, whose placement it shares
+    parameter: str = ""  # the live parameter, or half of one, with the same placement
     role: Role = "weight"
 
 
 @many(frozen=True, slots=True)
 class InlineTensor:
-    """A small tensor whose bytes are already known: Adam steps, rng states."""
+    """A small tensor with bytes that are already known: Adam steps, rng states."""
 
     key: str
     dtype: str

@@ -123,7 +123,7 @@ class OutputItem(NamedTuple):
 
 
 class OutputBlob(NamedTuple):
-    """An archive whose bytes are known: an object (`box` None) or a small whole tensor."""
+    """An archive with known bytes: an object (`box` None) or a small whole tensor."""
 
     key: str
     box: Box | None

@@ -345,7 +345,7 @@ def build_safetensors_plan(
 ) -> Plan:
     """The plan that writes the weight files from `catalog`.
 
-    `shapes` are the shapes that the headers give to tensors whose targets have split axes.
+    `shapes` are the headers' shapes of tensors that have targets with split axes.
     """
     finder = ChunkFinder(catalog)
     items: list[OutputItem] = []
@@ -466,7 +466,7 @@ CAST_COST, COMPUTE_COST = 4, 6
 
 
 def worker_share(items: Sequence[OutputItem], worker: int, workers: int) -> range:
-    """Numbers of the items whose middle falls into the worker's part of the total cost.
+    """Numbers of the items with their middle in the worker's part of the total cost.
 
     Neighbours stay together, so a worker reads and writes front to back and mostly has files to itself.
     Shares differ by at most the cost of one item.

@@ -160,7 +160,7 @@ class ChunkFinder:
         self._forms: dict[tuple[object, ...], int] = {}
 
     def entry(self, target: TargetTensor, source: Source) -> TensorEntry:
-        """The source's tensor, whose view has been checked to fit the target's shape."""
+        """The source's tensor; raises MappingError if its view does not fit the target."""
         entry = self.catalog.tensors.get(source.key)
         if entry is None:
             raise MappingError(f"{target.key}: its source tensor {source.key} is not in the checkpoint")
@@ -244,7 +244,7 @@ class TargetReader:
         self._extents: BoxIndex | None = None
 
     def geometry(self) -> tuple[object, ...]:
-        """What `locate` depends on, the box aside: equal for targets whose pieces lie in the same way.
+        """What `locate` depends on, except the box: equal for targets with the same layout of pieces.
 
         Layers of a stacked tensor differ in the index alone that their views begin with, which says what is stored
         of them.

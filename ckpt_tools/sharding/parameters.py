@@ -122,7 +122,7 @@ def _cut(parts: tuple[int, ...], blocks: int, box: Box) -> list[tuple[int, Box]]
 
 
 def as_parts(parameters: Iterable[Parameter]) -> list[Parameter]:
-    """What a checkpoint holds, each as an unsharded parameter of its own."""
+    """What a checkpoint holds: each part as a separate, unsharded parameter."""
     return [
         Parameter(name, (rows, *p.shape[1:]) if p.parts else p.shape, p.dtype)
         for p in parameters

@@ -236,7 +236,7 @@ def group_v1(
     """v1's buckets of the parameters numbered `indices`, in bucket order (`_get_parameter_groups`).
 
     `bucket_size` (elements) closes a bucket of the root once it is reached. `split_shared` gives each shared
-    embedding a bucket of its own, which v1 does for every strategy but no_shard.
+    embedding its own bucket, which v1 does for every strategy but no_shard.
     """
     groups = []
     for key, members in _classes(parameters, indices).items():
@@ -304,7 +304,7 @@ def chunk_rows(rows: int, parts: int, index: int) -> tuple[int, int]:
     return min(index * length, rows), min((index + 1) * length, rows)
 
 
-_KEPT_ROWS = 4096  # parts of buffers whose rows are kept
+_KEPT_ROWS = 4096  # parts of buffers with cached rows
 _TRIED_SIZES = 64  # how far from the asked dp_shard an uncut one is looked for
 
 _At = tuple[Coordinates, Coordinates]  # dense and expert view of a rank; index it with `is_expert`

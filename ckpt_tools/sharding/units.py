@@ -21,8 +21,8 @@ from ckpt_tools.model.many import many
 from ckpt_tools.sharding.parameters import Expert, Parameter, Part, Shape
 from ckpt_tools.sharding.topology import Topology
 
-# Modules that are units, and modules that have numbers in their names but are not units. `*` stands for anything
-# without a dot, `**.` for any number of leading modules.
+# Modules that are units, and modules that have numbers in their names but are not units. `*` matches anything
+# without a dot, `**.` any number of leading modules.
 UNITS = (
     "**.decoder.layers.*",
     "**.encoder.layers.*",
@@ -166,7 +166,7 @@ def find_units(
 
 
 def _pattern(glob: str) -> re.Pattern[str]:
-    """A regular expression whose group 1 is the module path; at least the parameter's own name follows."""
+    """A regular expression with the module path as group 1; at least the parameter's own name follows."""
     text = re.escape(glob).replace(r"\*\*\.", r"(?:[^.]+\.)*?").replace(r"\*", r"[^.]*")
     return re.compile(rf"({text})\.")
 
@@ -269,7 +269,7 @@ def describe(
 
 
 def _tp_dim(name: str, given: Iterable[tuple[re.Pattern[str], int | None]]) -> int | None:
-    """The dimension that tensor parallelism cuts, None for none, `_NO_RULE` if nothing tells.
+    """The dimension that tensor parallelism cuts, None for none, `_NO_RULE` if unknown.
 
     MLA's down-projections are whole on every rank with the TE layer spec and cut by rows with the local one.
     """

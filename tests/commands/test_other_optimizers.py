@@ -205,7 +205,7 @@ def test_a_parameter_that_lost_its_state_is_refused_in_both_directions(real: Pat
 
 def test_the_way_back_says_that_weights_are_no_longer_those_of_fp8(tmp_path: Path) -> None:
     report = convert_to_torch_dist(source_of(fixture_dir("n_fp8p_dp2")), tmp_path / "out")
-    assert any("quantizes them anew" in note for note in report.notes)
+    assert any("quantizes them again" in note for note in report.notes)
     ours = oracle.tensors(tmp_path / "out")
     trained = [key for key in ours if f"optimizer.state.param.{key}" in ours]
     assert len(trained) == 9

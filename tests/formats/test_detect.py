@@ -251,7 +251,7 @@ def test_weights_beside_the_iterations_of_a_run_do_not_make_it_a_model(tmp_path:
     (root / "truth.safetensors").touch()
     found = locate(str(root))
     assert (found.kind, found.iteration) == ("torch_dist", 2)
-    assert "truth.safetensors: beside the iterations of the run" in found.left_out
+    assert "truth.safetensors: next to the run's iterations" in found.left_out
     assert locate(str(root), 1).iteration == 1
 
 

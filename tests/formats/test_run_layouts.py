@@ -206,7 +206,7 @@ def test_what_bridge_keeps_beside_a_checkpoint_is_listed(tmp_path: Path) -> None
         "hf", "modelopt_state", "tokenizer", "train_dataloader_dprank000.pt", "train_dataloader_dprank001.pt"
     ]  # fmt: skip
     with pytest.raises(
-        UnsupportedCheckpointError, match=r"ModelOpt's state beside a checkpoint; give .*/iter_0000002\."
+        UnsupportedCheckpointError, match=r"ModelOpt's state, not a checkpoint; give .*/iter_0000002\."
     ):
         locate(str(folder / "modelopt_state"))
 

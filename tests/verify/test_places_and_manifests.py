@@ -77,7 +77,7 @@ def test_grids_of_hostile_keys_cost_nothing():
     assert (grid.problem or "").endswith("1 of 4 shards are missing: a/shard_1.0.0_2.1.2")
     for key in ("a/shard_4_4", "a/shard_0.0_4", "a/shard_0_0"):
         (grid,) = object_grids([key])
-        assert f"{key} is outside of its own grid" in (grid.problem or "")
+        assert f"{key} is outside its grid" in (grid.problem or "")
     assert object_grids(["a/shard_x_4", "a/shard_0", "plain", "shard_0_4"]) == []
 
 

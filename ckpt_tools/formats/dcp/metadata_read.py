@@ -122,7 +122,7 @@ EAGER_BYTES = 2 << 20  # up to this size everything is decoded, and so checked, 
 _RANK_FILE = re.compile(r"__(\d{1,9})_\d+\.distcp")
 
 _START_MEMO = 4  # of those of a packed chunk: itself, its attributes, a tuple, arguments, its start
-_CUTS = 1000  # most chunks of a tensor whose boxes are kept for other tensors of the same cut
+_CUTS = 1000  # up to so many chunks, a tensor's boxes are kept for other tensors of the same cut
 _KEPT_CUTS = 64  # ways to cut a tensor, kept decoded
 
 

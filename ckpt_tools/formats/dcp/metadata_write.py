@@ -97,7 +97,7 @@ class _Pickle:
         self.data += b"0" * self._count  # they are in the memo now
 
     def _make(self, name: object, ops: bytes, memos: int = 1) -> None:
-        """Push what `ops` make, whose last of `memos` memo entries holds it, and remember it as `name`."""
+        """Push the object that `ops` make, the last of their `memos` memo entries, and remember it as `name`."""
         self.data += ops
         self.data += b"\x94"
         self._count += memos

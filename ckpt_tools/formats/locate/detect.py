@@ -294,7 +294,7 @@ def _resolve(files: Files, path: str, iteration: int | None, of_run: bool = Fals
     name = path.rstrip("/").rpartition("/")[2]
     if name == MODELOPT:
         raise UnsupportedCheckpointError(
-            f"{path} is ModelOpt's state beside a checkpoint; give {_parent(path)}."
+            f"{path} is ModelOpt's state, not a checkpoint; give {_parent(path)}."
         )
     if not any(one.endswith((".safetensors", ".bin")) for one in names) and (
         foreign := deepspeed(path, names)
@@ -390,7 +390,7 @@ def _with_weights(
             line = f"{path} holds the model twice: these files, and a run; --iteration chooses one of its iterations"
             return _one(path, name, None)._replace(left_out=(line,))
         found = _of_run(files, path, names, iteration)
-        return found._replace(left_out=(*found.left_out, f"{shown}: beside the iterations of the run"))
+        return found._replace(left_out=(*found.left_out, f"{shown}: next to the run's iterations"))
     inner = [] if is_model else _inner_checkpoints(path, names)
     if inner:
         listed = ", ".join(inner[:4]) + (", ..." if len(inner) > 4 else "")
@@ -434,7 +434,7 @@ def _chosen_iteration(files: Files, names: list[str], iteration: int | None) -> 
 
 
 def _folder_of(files: Files, names: list[str], iteration: int) -> str:
-    """The folder of an iteration, Megatron's name for it where there is none."""
+    """The folder of an iteration; Megatron's name for it if there is no such folder."""
     found = [name for name, number in iteration_folders(names) if number == iteration]
     if len(found) > 1:
         listed = ", ".join(path_in(files.location, name) for name in found)
@@ -455,7 +455,7 @@ def _choices(names: list[str]) -> str:
     found = [name for name in names if iteration_folders([name]) or name == "release"]
     listed = ", ".join(found[-5:])
     return (
-        f"There are {len(found)}: {'... ' if len(found) > 5 else ''}{listed}." if found else "There is none."
+        f"There are {len(found)}: {'... ' if len(found) > 5 else ''}{listed}." if found else "There are none."
     )
 
 

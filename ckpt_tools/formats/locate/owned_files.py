@@ -1,6 +1,6 @@
-"""Which files belong to a checkpoint of a kind that this tool writes, by their names.
+"""Which files belong to a checkpoint in a format that this tool writes, by their names.
 
-A damaged checkpoint has the same names as a sound one, so that contents are not looked at.
+A damaged checkpoint has the same names as a sound one, so contents are not read.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ _BESIDE = {
     "hf": "Megatron-Bridge's export of the same model to Hugging Face",
     "train_dataloader_dprank*.pt": "where the data loader is",
     "layer_wise_optimizer_*.pt": "states of a layer-wise optimizer in the torch format",
-    "*.safetensors": "a Hugging Face model beside the checkpoint",
+    "*.safetensors": "a Hugging Face model next to the checkpoint",
 }
 MODELOPT = "modelopt_state"
 # nvidia_resiliency_ext/checkpointing/local/ckpt_managers/local_manager.py `_filename_from_template`

@@ -7,8 +7,8 @@ a pickle is imported or called: globals are names, objects are a name with a sta
 
 For other pickles its run is a proof. The C unpickler grows its memo to any index that a PUT names. Hashing a tuple
 recurses and visits shared parts again and again. Only the hashes of texts and small integers cannot be made
-equal; a dict of other keys may take quadratic time. A call that copies its argument copies a shared one as often as
-it is called. Each takes a process down with a few bytes, and is refused here.
+equal; a dict of other keys may take quadratic time. Each call that copies its argument copies a shared one again.
+Each of these takes a process down with a few bytes, and is refused here.
 
 Later opcodes may fetch a part of a packed record from the memo. `_bases` gives the record that made a memo entry, and
 the fetch executes that record.
@@ -51,7 +51,7 @@ _KNOWN = re.compile(
 )
 
 
-# Modules whose functions act: no checkpoint stores what is in them, a pickle that names it wants it called.
+# Modules with functions that act: no checkpoint stores their contents; a pickle that names one wants it called.
 _ACTING = re.compile(
     r"(os|nt|posix|posixpath|sys|subprocess|_posixsubprocess|shutil|socket|importlib|ctypes|_ctypes|runpy|pty|code|codeop"
     r"|webbrowser|tempfile|multiprocessing|threading|_thread|asyncio|pickle|_pickle|marshal|operator|_operator|types"
@@ -166,7 +166,7 @@ class Limits:
         self._wide_integers = self._odd_keys = self._copied = self._sets = 0
 
     def add_tuple(self, items: tuple[Any, ...]) -> None:
-        """A tuple whose size, as hashing would see it, is bounded."""
+        """Count a tuple; its size, as hashing would see it, is limited."""
         size = 1 + len(items)
         for item in items:
             if type(item) in _NESTED:
@@ -176,18 +176,18 @@ class Limits:
         self._check(size, MAX_TUPLE, f"a tuple of more than {MAX_TUPLE} elements with its parts")
 
     def add_wide_integer(self) -> None:
-        """An integer that may be equal to another modulo 2**61 - 1."""
+        """Count an integer that may equal another modulo 2**61 - 1."""
         self._wide_integers += 1
         what = f"more than {MAX_WIDE_INTEGERS} integers of 8 bytes or more in one pickle"
         self._check(self._wide_integers, MAX_WIDE_INTEGERS, what)
 
     def add_set(self) -> None:
-        """One more set."""
+        """Count a set."""
         self._sets += 1
         self._check(self._sets, MAX_SETS, f"more than {MAX_SETS} sets in one pickle")
 
     def add_keys(self, keys: list[Any]) -> None:
-        """Keys of a dict or members of a set; those whose hashes could be made equal are limited."""
+        """Count keys of a dict or members of a set; those that could be given equal hashes are limited."""
         if self._makes_tables:
             odd = (key for key in keys if type(key) not in _EVEN_KEYS)
             self._odd_keys += sum(max(_SMALL_TUPLE, self._weigh(key)) for key in odd)

@@ -139,7 +139,7 @@ class Layout:
     """
 
     def __init__(self, found: re.Match[bytes], *groups: str) -> None:
-        """Of a record whose numbers are the INTs, tuples of INTs and GETs that these `groups` matched, in order."""
+        """The record's numbers are the INTs, tuples of INTs and GETs that these `groups` matched, in order."""
         data, at = found.string, found.start()
         parts = ["<"]
         self._long: list[int] = []  # which numbers are long ones

@@ -137,7 +137,7 @@ def check_storage_meta(value: object) -> None:
         if not re.fullmatch(r"pathlib(\._local)?", place.kind.module) or place.state is not None:
             raise TypeError(f"{described(place)} where the checkpoint's path belongs")
         if not all(type(part) is str for part in place.args):
-            raise TypeError("a path whose parts are not texts")
+            raise TypeError("a path with parts that are not str")
     elif not isinstance(place, str | None):
         raise TypeError(f"{described(place)} where the checkpoint's path belongs")
 

@@ -171,7 +171,7 @@ class Store:
                 return
 
     def _host(self) -> tuple[str, int] | None:
-        """Host and port that requests go to, where that is known and no proxy stands between."""
+        """Host and port that requests go to; None if unknown or behind a proxy."""
         url, port = urlsplit(""), None
         with suppress(
             Exception

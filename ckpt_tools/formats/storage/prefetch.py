@@ -28,7 +28,7 @@ _of_thread = threading.local()
 
 
 class Fetching(Protocol):
-    """A folder whose files are fetched by requests."""
+    """A folder with files that are fetched by requests."""
 
     def size(self, name: str) -> int:
         """Bytes of a file."""

@@ -34,7 +34,7 @@ _CONNECTIONS = 256  # kept at most; more at once are closed after each request, 
 _BUCKET = re.compile(
     r"(?s)(arn:[^:/]+:s3[^:/]*:[^:/]*:[^:/]*:(?:outpost[:/][^:/]+[:/])?(?:bucket|accesspoint)[:/][^:/]+|[^/]*)/?(.*)"
 )
-_EQUAL_PARTS = ".r2.cloudflarestorage.com"  # whose parts but the last of a file have one length
+_EQUAL_PARTS = ".r2.cloudflarestorage.com"  # wants parts of equal length, except the last of a file
 _COPY_BYTES = 4 << 30  # that one request copies; S3 allows 5 GiB
 _ABSENT = {"NoSuchKey", "NoSuchUpload"}
 _REFUSED = {401, 403, 405, 501}  # of HTTP: asking again is of no use, also where a request is not implemented
@@ -182,7 +182,7 @@ class S3Driver:
             raise UsageError(f"{asked['Bucket']!r} is not a name that a bucket can have.") from error
 
     def _client(self, seconds: float) -> Any:
-        """A client of this process whose sockets wait so long, rounded up to a power of two: few make do for all."""
+        """A client of this process with this socket timeout, rounded up to a power of two: a few serve all."""
         from botocore import UNSIGNED
         from botocore.config import Config
 

@@ -1,6 +1,6 @@
 """What is inside one stored item: the frame around a tensor's bytes, or a Python object.
 
-An item is a `torch.save` zip archive whose records are stored, not compressed. Offsets, sizes and checksums
+An item is a `torch.save` zip archive of uncompressed records. Offsets, sizes and checksums
 come from its central directory (the local headers have none). Nothing about the layout is assumed: the
 payload's place is derived, and what does not add up is refused.
 """
@@ -219,9 +219,7 @@ def load_object(files: Files, item: Item, trust_pickle: bool = False) -> Any:
 
 
 def read_archive(files: Files, item: Item) -> bytes:
-    """All bytes of a BYTES item or of a whole `torch.save` file, every record proven, to be taken over
-    as they are.
-    """
+    """All bytes of a BYTES item or of a whole `torch.save` file, to be copied; every record is checked."""
     data = files.read(item.file, item.offset, item.length)
     if item.length > _OFTEN_EQUAL_BYTES or not _is_sound(data):
         _check_records(data, f"{path_in(files.location, item.file)} at byte {item.offset}")
@@ -363,7 +361,7 @@ def _rebuilders(rebuild: Callable[[_TensorRef], object], where: str) -> dict[tup
 
 
 def _refuse_lazy(metadata: tuple[Any, ...], where: str) -> None:
-    """What torch adds to a tensor whose elements are not its values yet: `conj`, `neg`."""
+    """Refuse a tensor that torch marks as lazy (`conj`, `neg`): its elements are not its values yet."""
     for entry in metadata:
         if entry:
             bits = ", ".join(map(brief, entry)) if isinstance(entry, dict) else brief(entry)

@@ -65,7 +65,7 @@ class Frame(NamedTuple):
         return self.length - len(self.head) - self.payload_bytes
 
     def tail(self, crc: int) -> bytes:
-        """What follows a payload whose CRC-32 is `crc`."""
+        """What follows a payload with CRC-32 `crc`."""
         if self.blanks is None:
             return b""
         _, form, before, behind = self.blanks
@@ -115,7 +115,7 @@ class UsualItem(NamedTuple):
 
 
 def usual_item(files: Files, item: Item, dtype: str, shape: tuple[int, ...]) -> UsualItem | None:
-    """The payload of an item whose frame is the usual one of such a tensor; None for any other item.
+    """The payload of an item with the usual frame of such a tensor; None for any other item.
 
     `container.find_tensor` would say the same, after twenty times the work.
     """
@@ -141,7 +141,7 @@ def bare_frame(dtype: str, shape: tuple[int, ...]) -> Frame:
 
 
 def framed_tensor(dtype: str, shape: Sequence[int], payload: bytes) -> bytes:
-    """The whole archive of a dense tensor whose row-major little-endian bytes are `payload`."""
+    """The whole archive of a dense tensor; `payload` is its row-major little-endian bytes."""
     frame = tensor_frame(dtype, tuple(shape))
     return frame.head + payload + frame.tail(zlib.crc32(payload))
 
@@ -197,8 +197,8 @@ def _combined_crc(crcs: Sequence[int], seed: int = 0) -> int:
 def _data_pickle(dtype: str, shape: tuple[int, ...]) -> bytes:
     """The protocol 2 pickle of `torch._utils._rebuild_tensor_v2(storage, 0, shape, strides, ...)`.
 
-    Types without a storage class of their own use `_rebuild_tensor_v3`, whose storage counts bytes and whose
-    last argument is the type.
+    Types that have no storage class use `_rebuild_tensor_v3`: its storage counts bytes, its last argument is
+    the type.
     """
     typed = STORAGE_CLASSES.get(dtype)
     storage = f"torch\n{typed}" if typed else "torch.storage\nUntypedStorage"

@@ -1,6 +1,6 @@
-"""Which keys of a plain PyTorch checkpoint are what: nothing but the nesting of dicts, which DCP writes down, tells.
+"""What each key of a plain PyTorch checkpoint is: only the nesting of dicts, which DCP records, shows it.
 
-Models and optimizers give their state dicts names, and a program puts both under names of its own::
+Models and optimizers name the entries of their state dicts, and a program puts both under its own names::
 
     model.<name>, <name>, app.model.<name>               the weights: torchtitan's flat ones are at the top
     optimizer.state.<name>.exp_avg                       `get_optimizer_state_dict`: by name
@@ -306,7 +306,7 @@ def _by_names(
 
 
 def _by_shapes(held: Mapping[str, Counter[Shape]], shapes: Mapping[str, Shape | None]) -> _Model | None:
-    """The dict, or all dicts together, whose tensors have the shapes of numbered states."""
+    """The dict, or all dicts together, with tensors of the numbered states' shapes."""
     wanted = Counter(shape for shape in shapes.values() if shape is not None)
     fitting = [root for root, of in held.items() if of.total() >= len(shapes) and wanted <= of]
     if fitting:
@@ -452,20 +452,20 @@ def named_model(catalog: Catalog, wanted: Collection[str]) -> NamedModel:
     prefix = max(held, key=lambda prefix: len(held[prefix]), default="")
     roots = {_root(catalog, key) for key in held.get(prefix, {}).values()}
     keys: dict[str, list[str]] = {}
-    stray, beside = list[str](), [key for key in catalog.objects if key not in optimizer]
+    stray, others = list[str](), [key for key in catalog.objects if key not in optimizer]
     for key in tensors:
         name, root = without_segments(key), _root(catalog, key)
         if root is not None and root not in roots:
-            beside.append(key)
+            others.append(key)
         elif name.startswith(prefix):
             keys.setdefault(name.removeprefix(prefix), []).append(key)
         else:
             stray.append(key)
     twice = [" and ".join(same) for same in keys.values() if len(same) > 1]
     raise_if(twice, MappingError, "keys that are one name without their wrappers")
-    beside += [key for key in catalog.tensors if key.endswith(EXTRA_STATE) and key not in optimizer]
+    others += [key for key in catalog.tensors if key.endswith(EXTRA_STATE) and key not in optimizer]
     first = {name: same[0] for name, same in keys.items()}
-    return NamedModel(prefix, first, tuple(stray), tuple(beside), tuple(optimizer))
+    return NamedModel(prefix, first, tuple(stray), tuple(others), tuple(optimizer))
 
 
 def outside_optimizers(catalog: Catalog) -> tuple[list[str], dict[str, None]]:

@@ -6,8 +6,8 @@
     opt_param_scheduler.<field>, rng_state.(pp, tp).<i>.<name>, args, iteration, ...
 
 That is ``{"model": model.state_dict(), "optimizer": get_optimizer_state_dict(...)}``, the latter flattened.
-Names are those of the running module: gate and up of an fc1 are one tensor, fused projections are fused. Fields that
-torch's Adam has and the groups lack are filled in with its defaults, since it asks for each of its own.
+Names are those of the running module: gate and up of an fc1 are one tensor, fused projections are fused. Fields of
+torch's Adam that the groups lack get its defaults, since it asks for every field it has.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def with_fresh_optimizer(model: Model, options: TargetOptions) -> tuple[Model, T
     check_fresh(options)
     if model.common.args.get("use_mup"):
         raise MappingError(
-            "--fresh-optimizer: the run used muP (args.use_mup), whose groups depend on settings outside the "
+            "--fresh-optimizer: the run used muP (args.use_mup), and its groups depend on settings outside the "
             "checkpoint. Convert with its own optimizer, or leave --fresh-optimizer out and start core-0.16 or "
             "core-0.17 from the weights (--finetune)"
         )

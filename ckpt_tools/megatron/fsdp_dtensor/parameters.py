@@ -10,7 +10,7 @@ Which fc1 is written in two halves (`mark_gated`) is decided per module, by shap
 whether an MLP is gated: fc1 then has twice as many rows as fc2 has columns. They do not tell the activation, and
 Megatron-FSDP splits fc1 only for SwiGLU, so that comes from the args, the run configuration or the user
 (Megatron-LM checkpointing.py; Bridge training/checkpointing.py). Modules of transformers inside a model (vision
-towers of Megatron-Bridge's) are in no transformer layer whose own configuration tells, and Megatron then goes by the
+towers of Megatron-Bridge's) are in no transformer layer with its own configuration, and Megatron then goes by the
 name alone (core 0.16.1 always does): it asks for gate and up of every `mlp.linear_fc1` of a SwiGLU model.
 """
 
@@ -278,7 +278,7 @@ def _norm_name(name: str, shapes: Shapes, local_norms: bool | None) -> str:
 
 
 def packed_projections(names: Iterable[str]) -> tuple[str, ...]:
-    """The live tensors whose rows are grouped by tensor-parallel rank, in another order for another size."""
+    """The live tensors with rows grouped by tensor-parallel rank; another size has another order."""
     live = {stored_name(name): name for name in names}
     return tuple(name for stored, name in live.items() if _is_packed(stored, live))
 

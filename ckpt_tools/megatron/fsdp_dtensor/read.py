@@ -381,7 +381,7 @@ def _parameter(
 
 
 def _groups(source: FsdpSource) -> tuple[list[Group], dict[str, int]]:
-    """Distinct sets of group fields, and for each trained tensor the number of its own.
+    """Distinct sets of group fields, and for each trained tensor the number of its set.
 
     Every parameter has the fields of its group; those with equal fields make a group.
     """
@@ -498,7 +498,7 @@ def local_numbers(
     Args:
         weights: names of the parameters under `model.*`.
         states: those of optimizer states and group fields.
-        stages: pipeline stages whose rng states are stored.
+        stages: pipeline stages with stored rng states.
     """
     held, named = _layers(weights), _layers(states)
     count = common.arg("num_layers")

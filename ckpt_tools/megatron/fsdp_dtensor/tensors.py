@@ -179,7 +179,7 @@ def step_tensors(
     groups: Sequence[Group],
     prefixes: Prefixes,
 ) -> Iterator[InlineTensor]:
-    """A 0-d fp32 `step` per parameter whose group is torch's Adam; a fused Adam keeps it in the group."""
+    """A 0-d fp32 `step` per parameter in a group of torch's Adam; a fused Adam keeps it in the group."""
     for parameter in parameters:
         group = groups[memberships[parameter.group_name].group]
         if TORCH_ADAM_FIELDS.isdisjoint(group):
@@ -285,7 +285,7 @@ Path: TypeAlias = tuple[str | int, ...]
 
 
 def flatten(value: object, path: Path) -> Iterator[tuple[Path, object]]:
-    """(path, leaf) of everything below `value`, whose own path is `path`, as DCP stores it.
+    """(path, leaf) of everything below `value`, which is at `path`, as DCP stores it.
 
     The rule of `torch.distributed.checkpoint._traverse`: mappings are always descended; lists only when they hold,
     at any depth, a tensor or a mapping; everything else, tuples included, is a leaf. Empty mappings vanish. A list
@@ -308,9 +308,9 @@ def _has_tensor_or_mapping(value: object) -> bool:
 
 
 def unflatten(found: Mapping[Path, object]) -> Any:
-    """The value whose leaves these are: the inverse of `flatten`, but for the empty mappings that vanish there.
+    """The value with these leaves: the inverse of `flatten`, without the empty mappings that vanish there.
 
-    A node whose keys are the integers from 0 on is a list.
+    A node with the integers from 0 on as keys is a list.
     """
     if set(found) == {()}:
         return found[()]

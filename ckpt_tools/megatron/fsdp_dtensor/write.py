@@ -93,7 +93,7 @@ class FsdpTarget:
 
     @property
     def packed(self) -> tuple[str, ...]:
-        """Names of the parameters whose rows are in an order that only one tensor-parallel size has."""
+        """Names of the parameters with rows in an order that only one tensor-parallel size has."""
         return tuple(p.name for p in self.parameters if p.is_packed)
 
 
@@ -433,10 +433,10 @@ class Relayout:
 
 
 def build_relayout(source: FsdpSource, wanted: Size | None) -> Relayout:
-    """Everything that `source` holds, for a job of `wanted` tensor-parallel ranks (None: as many as it is for).
+    """Everything that `source` holds, for a job of `wanted` tensor-parallel ranks (None: the source's number).
 
     Two things depend on their number: the rows of fused projections (gated delta nets, Mamba) are grouped by rank,
-    and each rank has rng states of its own.
+    and each rank has its own rng states.
     """
     catalog = source.catalog
     writer = None if source.tp is None else source.tp.ranks
@@ -488,7 +488,7 @@ def _keys(catalog: Catalog, tp: int | None, writer: int | None) -> Iterator[tupl
 
 
 def _regrouped(source: FsdpSource, writer: int | None, tp: int) -> Iterator[tuple[str, tuple[Source, ...]]]:
-    """(stored key, sources) of the fused projections whose rows are grouped by tensor-parallel rank."""
+    """(stored key, sources) of the fused projections with rows grouped by tensor-parallel rank."""
     packed = packed_projections(tensor.name for tensor in source.tensors)
     if not packed:
         return

@@ -60,7 +60,7 @@ _TRACKED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_s
 class CommonState:
     """`values` as saved, and where they were found: `common.pt`, `common_state`, `items` or None.
 
-    `model_config` and `optimizer_config` are those sections of Bridge's `run_config.yaml`, which stands in for the
+    `model_config` and `optimizer_config` are those sections of Bridge's `run_config.yaml`, which replaces the
     arguments.
     """
 
@@ -92,7 +92,7 @@ class CommonState:
 
     @property
     def scheduler(self) -> Mapping[str, Any]:
-        """The state of the learning rate's schedule in a `torch_dist` checkpoint; empty when there is none."""
+        """The state of the learning-rate schedule in a `torch_dist` checkpoint; empty if it has none."""
         return self.values.get("opt_param_scheduler") or self.values.get("lr_scheduler") or {}
 
     @property
@@ -184,7 +184,7 @@ def _int64(value: int) -> StoredTensor:
 
 
 def fsdp_run_config(text: bytes) -> bytes:
-    """A `run_config.yaml` whose checkpoint format is fsdp_dtensor; everything else stays byte for byte."""
+    """A `run_config.yaml` with checkpoint format fsdp_dtensor; everything else stays byte for byte."""
     return re.sub(rb"(?m)^(\s+ckpt_format:\s*)torch_dist\s*$", rb"\g<1>fsdp_dtensor", text, count=1)
 
 

@@ -35,7 +35,7 @@ _ONLY_TURNS = {
 _FIRST = {"first_k_dense_replace": None, "max_window_layers": None,
           "num_layers_at_start_in_bf16": "first_last_layers_bf16"}  # fmt: skip
 _LAST = {"num_layers_at_end_in_bf16": "first_last_layers_bf16"}
-# Lists of layers by number; of the second kind every one has weights of its own outside of the layers.
+# Lists of layers by number; each layer in the second kind also has weights outside of the layers.
 _PLACES = ("mlp_only_layers", "attn_layer_indices", "full_attn_idxs", "fullatt_block_indexes")
 _PLACES_WITH_WEIGHTS = ("deepstack_visual_indexes",)
 _INDEXERS = (("dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"),
@@ -54,7 +54,7 @@ _NEVER = {"hybrid_attention_ratio": ("hybrid_override_pattern", "hybrid_layer_pa
           "hybrid_mlp_ratio": ("hybrid_override_pattern", "hybrid_layer_pattern"),
           "heterogeneous_layers_config_path": (_JSON,), "per_layer_config": (),
           "num_kv_shared_layers": ()}  # fmt: skip
-# Lists whose entries are no layers, however many there are.
+# Lists with entries that are no layers, even if there are as many as layers.
 _OF_NO_LAYERS = frozenset({
     "blend", "blend_per_split", "betas", "cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated",
     "data_path", "ddp_param_name_patterns_for_fp32_local_accumulation", "finetune_data_files",

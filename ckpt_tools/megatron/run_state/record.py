@@ -43,7 +43,7 @@ class TargetRecord:
     dp: Size | None = None  # data-parallel times context-parallel ranks
     cp: Size | None = None
     tokens: int | None = None  # of the vocabulary; its other rows are padding
-    format: Literal["dcp"] | None = None  # whose weights have the names that Megatron-FSDP v2 gives them
+    format: Literal["dcp"] | None = None  # dcp: weights have Megatron-FSDP v2's names
 
     def as_json(self) -> dict[str, Any]:
         sizes = {axis: getattr(self, axis) for axis in AXES}
@@ -62,7 +62,7 @@ def stored_tp(
 ) -> Size | None:
     """For how many tensor-parallel ranks an `fsdp_dtensor` checkpoint is, None if unknown.
 
-    `rng` are the (pp, tp) ranks whose states it holds: one for each that runs. The arguments count only where
+    `rng` are the (pp, tp) ranks with stored states: one for each that runs. The arguments count only where
     Megatron-FSDP wrote the checkpoint itself; a conversion carries over those of the job before.
     """
     held = max((t + 1 for _, t in rng), default=None)

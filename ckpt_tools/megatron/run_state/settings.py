@@ -59,7 +59,7 @@ def settings_of(settings: Mapping[str, Any], bridge: bool = False) -> ModelSetti
 
 
 def _swiglu_of_bridge(model: Mapping[str, Any]) -> bool | None:
-    """Bridge splits fc1 only for a gated unit whose activation is silu (training/checkpointing.py)."""
+    """Bridge splits fc1 only for a gated unit with silu as activation (training/checkpointing.py)."""
     gated, activation = model.get("gated_linear_unit"), model.get("activation_func")
     target = activation.get("_target_", "") if isinstance(activation, Mapping) else str(activation or "")
     is_silu = target.rpartition(".")[2].lower() in ("silu", "swish")

@@ -157,7 +157,7 @@ def _is_text(value: object) -> bool:
 
 
 def checked_field(name: str, value: Any, where: str) -> Any:
-    """A setting, or a field of a parameter group or of the schedule, as it is stored."""
+    """Check and return a stored setting, or a field of a parameter group or of the schedule."""
     if name in _MAYBE_TENSORS and value is not None:
         if not isinstance(value, TensorBytes):  # of an outline, which has no numbers
             number_of(value, where)
@@ -195,7 +195,7 @@ def fields_at(value: Any, where: str) -> Mapping[str, Any]:
 
 
 def check_object(key: str, value: Any) -> None:
-    """Whether an object of its own is what the readers of its key take."""
+    """Check that an object stored under its own key is what the readers of the key take."""
     if of_group := group_key(key):
         checked_field(of_group.field, value, key)
     elif key.startswith("opt_param_scheduler."):

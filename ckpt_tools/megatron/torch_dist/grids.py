@@ -44,7 +44,7 @@ class ObjectGrid(NamedTuple):
     def problem(self) -> str | None:
         outside = [i for i in self.found if len(i) != len(self.axes) or any(map(int.__ge__, i, self.axes))]
         if outside:
-            return f"{shard_key(self.name, outside[0], self.axes)} is outside of its own grid"
+            return f"{shard_key(self.name, outside[0], self.axes)} is outside its grid"
         missing = prod(self.axes) - len(self.found)
         if not missing:
             return None
@@ -148,7 +148,7 @@ def rng_objects(rng: Ranks, grid: RngGrid | None) -> tuple[list[TargetObject], l
 
 
 def _nearest(rng: Ranks, pp: int, tp: int) -> tuple[int, int]:
-    """The rank itself, or the one whose states it gets: the last of its stage before it, else of the first stage."""
+    """The rank itself, or the one to copy states from: the last of its stage before it, else of the first stage."""
     stage = pp if any(p == pp for p, _ in rng) else min(p for p, _ in rng)
     held = [t for p, t in rng if p == stage]
     return stage, max((t for t in held if t <= tp), default=min(held))
@@ -169,7 +169,7 @@ _ATTENTION = re.compile(r"^(?P<module>.*(?:self|cross)_attention)\.linear_proj\.
 
 
 def extra_state_keys(stacks: Iterable[Stack], transformer_engine: bool) -> tuple[str, ...]:
-    """One key per module and (layer, expert) index; with `transformer_engine` those of its own modules too."""
+    """One key per module and (layer, expert) index; with `transformer_engine` also that library's modules."""
     modules: dict[str, tuple[int, ...]] = {}
     for stack in stacks:
         for module in _modules(stack.key, transformer_engine):

@@ -9,7 +9,7 @@ for what its own kind of optimizer would have saved (optimizer.py, layer_wise_op
     optimizer.state.momentum_buffer.<weight key>      SGD, Muon; adaptive Muon has moment2_buffer too
     optimizer.state.exp_avg.<weight key>              Lion, and with exp_avg_sq what Muon leaves to Adam
 
-Chains, as {0: Muon, 1: Adam}, and their groups are read by position: the common state's entry goes along as it is.
+Chains, as {0: Muon, 1: Adam}, and their groups are read by position: the common state's entry is copied unchanged.
 """
 
 from __future__ import annotations
@@ -140,15 +140,15 @@ def parts_of(entry: Any) -> tuple[Any, ...]:
 
 
 def is_distributed(entry: Any) -> bool:
-    """Whether a distributed optimizer is among them, whose states a loader asks for by their layout."""
+    """Whether one of them is a distributed optimizer: loaders ask for its states by their layout."""
     return any(isinstance(part, Mapping) and _SHARDING in part for part in parts_of(entry))
 
 
 def spelled_master(entry: Any, kinds: Iterable[str], all_kinds: Iterable[str]) -> str:
     """How the job that has this entry calls the master of a parameter with these kinds of states.
 
-    Where a layer-wise optimizer is next to a distributed one, the first has the matrices: it is Muon, whose
-    buffers nothing else has, or Lion with Adam for the rest.
+    Where a layer-wise optimizer is next to a distributed one, the first has the matrices: it is Muon, with
+    buffers that nothing else has, or Lion with Adam for the rest.
     """
     kinds_of_optimizer = {isinstance(part, Mapping) and _SHARDING in part for part in parts_of(entry)}
     if kinds_of_optimizer != {True, False}:

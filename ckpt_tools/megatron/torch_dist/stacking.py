@@ -6,7 +6,7 @@ one by one. Names at this point are those of the disk; `names.py` makes them liv
 
 Back again, Megatron stacks a block's layers unless its configuration says that layers may differ
 (transformer_block.py `sharded_state_dict`); experts of a layer always share a tensor. The target model asks for
-exactly its own form, so the choice follows the args, and a block whose layers differ cannot be stacked at all.
+exactly its own form, so the choice follows the args, and a block with differing layers cannot be stacked at all.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def slices_of(entry: TensorEntry) -> list[Slice]:
 
 
 def missing_layers(names: Iterable[str]) -> list[str]:
-    """One line per block whose layer numbers do not run from 0 without a gap."""
+    """One line per block with layer numbers that do not run from 0 without a gap."""
     blocks: dict[str, set[int]] = {}
     for name in names:
         layer = layer_of(name)
@@ -134,12 +134,12 @@ def layer_counts(names: Iterable[str]) -> Mapping[str, int]:
     return counts
 
 
-def contradicted_layers(names: Iterable[str], told: object) -> list[str]:
+def contradicted_layers(names: Iterable[str], num_layers: object) -> list[str]:
     """What is wrong if the args count other layers than the weights have."""
     count = layer_counts(names).get(DECODER_LAYERS)
-    if count is None or told in (None, count):
+    if count is None or num_layers in (None, count):
         return []
-    return [f"the args say num_layers = {told}, the weights have {count} layers"]
+    return [f"the args say num_layers = {num_layers}, the weights have {count} layers"]
 
 
 # Settings under which a transformer block names its layers one by one.
@@ -288,7 +288,7 @@ def _refuse_partial_layers(layers: Mapping[str, Mapping[int, set[_Content]]]) ->
 
 
 def _is_hybrid(layers: Mapping[int, Iterable[_Content]]) -> bool:
-    """Whether a block is a hybrid or Mamba stack, whose layers are never stacked (ssm/mamba_block.py)."""
+    """Whether a block is a hybrid or Mamba stack: its layers are never stacked (ssm/mamba_block.py)."""
     return any(
         rest.startswith(("mixer.", "mamba_mixer.")) for contents in layers.values() for rest, _, _ in contents
     )

@@ -108,7 +108,7 @@ def build_torch_dist_target(model: Model, options: TorchDistOptions) -> TorchDis
     objects = (*rng, *extra, *rerun, TargetObject(COMMON_OBJECT, [common]))
     kept = carried_objects(model, objects)
     unplaced = [
-        f"{key}: its FP8 scales have no place in the target, whose modules have other keys"
+        f"{key}: its FP8 scales have no place in the target; the modules there have other keys"
         for key in model.extra_states
         if key not in {o.key for o in objects}
     ]
@@ -201,7 +201,7 @@ def _check_counts(model: Model) -> None:
 
 
 def _experts_apart(model: Model, options: TorchDistOptions) -> bool:
-    """Whether the loading job has an optimizer of its own for routed experts (optimizer/__init__.py)."""
+    """Whether the loading job has a separate optimizer for routed experts (optimizer/__init__.py)."""
     common = model.common
     tp = common.arg("tensor_model_parallel_size") or 1
     ep = options.ep or common.arg("expert_model_parallel_size") or 1
@@ -329,7 +329,7 @@ def _losses(model: Model, options: TorchDistOptions, kept: Collection[str]) -> l
         if any(map(model.common.arg, FP8_WEIGHTS)) and any(MASTER in p.values for p in model.parameters):
             notes.append(
                 "weights are the masters rounded to the training type: a job that holds them in FP8 quantizes them "
-                "anew"
+                "again"
             )
     if not options.extra_state:
         notes.append("no Transformer Engine extra states: load with --dist-ckpt-strictness log_all")
@@ -438,5 +438,5 @@ def _refuse_lookalikes(groups: Iterable[Group]) -> None:
     raise_if(
         problems,
         MappingError,
-        "parameters whose groups loaders cannot tell apart have different settings or steps",
+        "parameters in groups that loaders cannot tell apart have different settings or steps",
     )

@@ -43,7 +43,7 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 
 
 def raw_dtype(dtype: str) -> np.dtype[Any]:
-    """A numpy type of the same size whose copies keep every bit."""
+    """A numpy type of the same size that is copied bit for bit."""
     return np.dtype(_RAW[itemsize(dtype)])
 
 

@@ -45,7 +45,7 @@ class Kernel(Protocol):
 
 
 class _Elementwise:
-    """A kernel whose inputs have the shape of its output: element i is made of the inputs' elements i."""
+    """A kernel of inputs that have its output's shape: element i is made of the inputs' elements i."""
 
     __slots__ = ()
 

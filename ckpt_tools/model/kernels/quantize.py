@@ -44,7 +44,7 @@ class _Blocks:
         return rows, columns
 
     def _scales(self, values: Array) -> Array:
-        """The scale of every block of float32 `values`, whose first element is the first of a block."""
+        """The scale of every block of float32 `values`, which start at the start of a block."""
         rows = self.block[0]
         starts = [np.arange(0, length, width) for length, width in zip(values.shape, self.block, strict=True)]
         magnitudes = np.empty((len(starts[0]), len(starts[1])), np.float32)

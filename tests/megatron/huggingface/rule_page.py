@@ -35,9 +35,11 @@ that one, name the piece after those that have `rope_theta`: `fields: [dense, ro
 
 def page() -> str:
     """The page, as it is to be."""
-    keys, _, rest = (families.__doc__ or "").partition("\n\nfamily: ")[2].partition("\n\nWhat a known family")
+    keys, _, rest = (
+        (families.__doc__ or "").partition("\n\nfamily: ")[2].partition("\n\nA variant of a known family")
+    )
     sections = [
-        HEAD.format(keys=f"family: {keys}", rest=f"What a known family{rest}".strip()),
+        HEAD.format(keys=f"family: {keys}", rest=f"A variant of a known family{rest}".strip()),
         table("Forms of fields", "form", "what config.json has", {name: one.says for name, one in FORMS.items()}),
         table("Defaults of fields", "default_by", "what the class takes",
               {name: first_line(one) for name, one in DEFAULTS.items()}),

@@ -110,7 +110,7 @@ def read_gelu(name: str, config: Config) -> str:
 
 
 def read_sequential(parallel: Any, config: Config) -> int:
-    """Of a class whose layers run attention and MLP in parallel by default."""
+    """For a class that runs attention and MLP of a layer in parallel by default."""
     if parallel:
         raise MappingError("attention and MLP of a layer run in parallel; Megatron runs one after the other")
     return int(config["num_hidden_layers"])
@@ -528,7 +528,7 @@ class Field:
     """config.json's `hf` is `ModelArgs.arg`; `write` and `read` translate the value.
 
     `default` is what the transformers class takes when the key is absent: a value, or a function of the config.
-    `wins` says whose value is taken where checkpoint and reference config differ; "" refuses, and so does "either"
+    `wins` says which value is taken where checkpoint and reference config differ; "" refuses, and so does "either"
     unless one of them does not know (None). `also` is another spelling of `hf` that readers accept.
     """
 
@@ -646,7 +646,7 @@ FORMS: dict[str, Form] = {
         read=lambda size, config: size or 4 * int(config["n_embd"]),
     ),
     "sequential": Form(
-        "false, of a class whose attention and MLP run in parallel by default",
+        "false, of a class that runs attention and MLP in parallel by default",
         lambda layers, model: False,
         read_sequential,
     ),

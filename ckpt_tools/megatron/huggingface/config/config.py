@@ -56,9 +56,9 @@ def read_config(family: Family, config: Config) -> ModelArgs:
     needed = (one for one in family.fields if one.default is REQUIRED)
     missing = dict.fromkeys(one.hf for one in needed if not {one.hf, one.also} & config.keys())
     if missing:
-        whose = f"; its fields are those of {family.like}, and `fields` in the rule file changes them"
+        hint = f"; its fields are those of {family.like}, and `fields` in the rule file changes them"
         raise MappingError(
-            f"config.json of a {family.name} model: {', '.join(missing)} is missing{whose if family.like else ''}"
+            f"config.json of a {family.name} model: {', '.join(missing)} is missing{hint if family.like else ''}"
         )
     problems = []
     for key, value in family.fixed.items():
@@ -173,7 +173,7 @@ def in_v4_form(config: Config) -> dict[str, Any]:
 
 
 def _nested(config: Config) -> dict[str, Any]:
-    """`rope_parameters` of a config.json in the form of transformers 4, for a family whose file says it so."""
+    """`rope_parameters` made from a config.json in transformers 4's form, for a family that has that field."""
     found = {name: config[name] for name in V4_ROPE if config.get(name) is not None}
     scaling = dict(_mapping(found.pop("rope_scaling", {}), "rope_scaling"))
     older = scaling.pop("type", "default")

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckpt_tools.errors import MappingError, list_problems
 
-# Settings of which a number n stands for a list: which layers, counted from 0, have a 1 in it.
+# Settings where a number n means a list: which layers, counted from 0, have a 1 in it.
 TURNS: Mapping[str, Callable[[int, int], bool]] = {
     "moe_layer_freq": lambda layer, n: layer % n == 0,
     "linear_attention_freq": lambda layer, n: (layer + 1) % n != 0,

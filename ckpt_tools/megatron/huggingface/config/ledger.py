@@ -148,7 +148,7 @@ def uncarried(family: Family, model: ModelArgs) -> list[str]:
     """Settings of the model that neither config.json of this family nor its class can hold."""
     said = {one.arg for one in family.fields} | set(family.needs)
     if model.hybrid_pattern and "*" not in model.hybrid_pattern:
-        said |= {"num_query_groups", "query_pre_attn_scalar"}  # of attention, of which there is none
+        said |= {"num_query_groups", "query_pre_attn_scalar"}  # of attention, which no layer has
     rope = model.position_embedding_type == "rope"
     neutral: dict[str, tuple[Any, ...]] = {
         "num_query_groups": (model.num_attention_heads,),

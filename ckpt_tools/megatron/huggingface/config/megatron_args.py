@@ -360,13 +360,13 @@ SINCE = (
     "another part of each head"
 )
 TOO_OLD = (
-    "the args do not say dsa_indexer_rope_interleaved: they are of a Megatron core before 0.19, whose indexer "
+    "the args do not say dsa_indexer_rope_interleaved: they are from a Megatron core before 0.19, and its indexer "
     "rotates another part of each head than every Hugging Face class"
 )
 
 
 def _sparse_attention(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The `ModelArgs` fields of an indexer; nothing where there is none."""
+    """The `ModelArgs` fields of an indexer; empty for a model without one."""
     if args.get(VARIANT) != SPARSE:
         return {}
     freq, offset = args.get("dsa_indexer_topk_freq") or 1, args.get("dsa_indexer_skip_topk_offset") or 0

@@ -14,9 +14,9 @@ fields:                       # config.json's fields: names of pieces (pieces.ya
     use_qk_norm: {setting: qk_layernorm, default: false}   # what the class takes without it, or `default_by`: a
                               # function of the config (forms.py, DEFAULTS)
     n_shared: {setting: moe_shared_expert_intermediate_size, default: null, form: shared_experts}
-                              # `form`: how the two sides say it differently (forms.py, FORMS). `wins`: whose
-                              # value stands where checkpoint and reference differ (reference, checkpoint; either: who
-                              # knows one). `also`: another name that is read
+                              # `form`: how the two sides write it (forms.py, FORMS). `wins`: which value is
+                              # taken where checkpoint and reference differ (reference, checkpoint; either: the
+                              # known one). `also`: another name that is read
     mlp_bias: null            # not the field that a piece has
 defaults: {rope_theta: 1.0e+6} # what this class takes without a field of a piece
 fixed: [silu, {clip: false}]  # config.json's fields with one value, or {one_of: [...]}
@@ -34,7 +34,7 @@ rules:
     norm: true                # may be stored as weight - 1: `plus_one: true` says that the class computes 1 + weight
     dtype: float32            # kept whatever is asked
     fused: model.all          # a tensor of all experts, or another name, that readers accept in place of `hf`
-    plain: true               # a norm whose weight a class of 1 + weight takes unchanged
+    plain: true               # a norm with a weight that a class of 1 + weight takes unchanged
     parts: {z: mamba_inner, x: mamba_inner}  # with {p} in `core`: parameters that are one tensor, with the names of
                               # their rows; `shape` has the other sizes, `layout` is one of JOINED (layouts.py)
   - {when: [moe], rules: [moe_norm, router]}  # rules, those of pieces too, under one more condition
@@ -46,14 +46,14 @@ conditions: {windowed: sliding_layers, wide: {setting: v_head_dim, is: [128, 256
 ignored: ['rotary_emb\\.inv_freq']  # Hugging Face tensors without content
 copies: [mtp]                 # embedding and head, stored again in each prediction module
 unset: [pad_token_id]         # fields that are written as null
-published: Megatron-Bridge    # whose modules the layers are, where plain Megatron-LM has none: said on import
+published: Megatron-Bridge    # the project with these layers' modules, if plain Megatron-LM has none: said on import
 written: {pad_token_id: null} # fields that are written so, whatever a reference says: with another value the class
                               # changes the weights that it loads
 window_turn: 6                # the last of so many layers sees all keys
 
-What a known family nearly is takes less: `like: llama` (the default where `fields` is not a list) takes its rules,
-fields and demands over; `fields` and `rules` replace those of the same name (`FIELD: null`: it has none), `without`
-names rules that are not taken over. With `needs: {multi_latent_attention: false}`, a family like one that has it
+A variant of a known family needs less: `like: llama` (the default where `fields` is not a list) copies its rules,
+fields and demands; `fields` and `rules` replace those of the same name (`FIELD: null`: it has none), `without`
+names rules that are not copied. With `needs: {multi_latent_attention: false}`, a family like one that has it
 takes the attention of Llama and Qwen in its place: q_proj to o_proj, q_norm and k_norm, head_dim.
 """
 

@@ -64,7 +64,7 @@ def read_fields(
 ) -> tuple[tuple[Field, ...], set[str]]:
     """`base` with what a file says of fields, and the names of those that are the file's own.
 
-    `of` is the family whose fields `base` are.
+    `base` are the fields of the family `of`.
     """
     found: dict[str, tuple[Field, ...]] = {}
     for one in base:
@@ -163,7 +163,7 @@ def is_whole(data: Any) -> bool:
 
 
 def read_family(top: Place, base: Family | None, known: KnownFields | None) -> Family | None:
-    """The family of the file whose top this is; None, or `top.problems`, where it says none.
+    """The family that the file at `top` describes; if it describes none: None, or entries in `top.problems`.
 
     `base` is the family that it is like. `known` are the fields of all families, where the file is a user's.
     """

@@ -144,7 +144,7 @@ SETTINGS: dict[str, Callable[[ModelArgs], bool]] = {
     "window": lambda model: model.sliding_window is not None,
     "some see all": lambda model: 0 in model.sliding_layers,
 }
-# The first family whose words all hold. The most specific come first; the last has none.
+# The first family with words that all hold is taken. The most specific come first; the last has no words.
 FAMILIES_TOLD: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("falcon_h1", ("three in one",)),
     ("nemotron_h", ("hybrid", "attention")),

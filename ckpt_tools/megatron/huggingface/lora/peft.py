@@ -169,7 +169,7 @@ def _are_names(said: object) -> bool:
 
 
 def _ends_inside(tensors: Iterable[str], end: str) -> bool:
-    """Whether one is in a module whose name ends so; in a bare model names lack `model.`."""
+    """Whether a tensor is in a module with a name ending in `end`; a bare model's names lack `model.`."""
     return any(f"{end}." in f"model.{name}" for name in tensors)
 
 
@@ -203,7 +203,7 @@ _REFUSED = {
     "alora_invocation_tokens": "it acts only after its invocation tokens, so that nothing can be merged",
 }
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-_STARTS = ("gaussian", "eva", "orthogonal", "true", "false")  # the base stays as it is
+_STARTS = ("gaussian", "eva", "orthogonal", "true", "false")  # these leave the base unchanged
 _OF_CONV1D = ("transposed", "qkv_conv1d")  # layouts
 _SIMPLE_PATTERN = re.compile(r"\^?(?:[\w-]|\\?\.|\.\*)+\$?")
 _MAX_WILDCARDS = 3
@@ -466,7 +466,7 @@ def _square_turned(
     family: Family | None,
     problems: list[str],
 ) -> Callable[[str], bool]:
-    """Whether a square weight is (in, out): by the family's rules, else as the others, whose shapes show it.
+    """Whether a square weight is (in, out): by the family's rules, else like the others, which show it by shape.
 
     `fan_in_fan_out` does not decide: PEFT sets it by the class of each module (tuners/lora/layer.py
     `dispatch_default`).

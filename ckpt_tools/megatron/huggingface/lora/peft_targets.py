@@ -118,7 +118,7 @@ def _linears(adapter: Adapter, pair: Pair, place: int, model: ModelArgs) -> Iter
 
 
 def _part(adapter: Adapter, pair: Pair, model: ModelArgs) -> _Linear:
-    """The linear of queries, keys, values, gate or up alone, whose rows are in the same order on both sides."""
+    """The linear of queries, keys, values, gate or up alone; both sides have its rows in the same order."""
     i = _PLACE[adapter.part]
     plain = pair.rule.layout in _WHOLE_PARTS and not model.rotary_interleaved and not model.glu_interleave
     if not plain or i >= len(pair.hf):

@@ -142,8 +142,8 @@ def misfits(
         f"{name} {list(shape)} is missing" for name, (shape, _) in wanted.items() if name not in tensors
     ]
     problems += [
-        f"{name} has shape {list(tensors[name].shape)}, config.json asks{whose} for {list(shape)}"
-        for name, (shape, whose) in wanted.items()
+        f"{name} has shape {list(tensors[name].shape)}, config.json asks{origin} for {list(shape)}"
+        for name, (shape, origin) in wanted.items()
         if name in tensors and tensors[name].shape != shape
     ]
     return wanted.keys(), problems
@@ -184,10 +184,10 @@ def refuse_wrapped(extra: Iterable[str], missing: Iterable[str]) -> None:
     first |= {prefix.removesuffix("model.") for prefix in first if prefix.endswith(".model.")}
     for prefix in sorted(first - {"model."}, key=len):
         if all(not there.isdisjoint((prefix + name, f"{prefix}model.{name}")) for name in bare):
-            whose = WRAPPERS.get(prefix, "that of a model which has this one inside: save the model inside")
+            owner = WRAPPERS.get(prefix, "that of a model which has this one inside: save the model inside")
             raise MappingError(
                 f"the names of {len(bare)} tensors have the prefix {prefix!r} before what config.json asks for, such "
-                f"as {next(name for name in sorted(there) if name.endswith(bare[0]))}. It is {whose}"
+                f"as {next(name for name in sorted(there) if name.endswith(bare[0]))}. It is {owner}"
             )
 
 
@@ -232,7 +232,7 @@ def loading_notes(family: Family, config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def shared_notes(family: Family, model: ModelArgs) -> tuple[str, ...]:
-    """What loading says of a model without a shared expert, whose class always has one."""
+    """What loading reports for a model without a shared expert if its class always has one."""
     counted = any(one.hf == "n_shared_experts" for one in family.fields)
     if not counted or model.moe_shared_expert_intermediate_size or not model.num_experts:
         return ()
@@ -275,10 +275,10 @@ def rope_notes(args: Mapping[str, Any] | None, model: ModelArgs) -> tuple[str, .
         one["original_max_position_embeddings"] for one in (GPT_OSS_SCALING, RELEASED_GPT_OSS_SCALING)
     )
     taken = (model.rope_scaling[0] or {}).get("original_max_position_embeddings")
-    whose = "as Megatron-LM computes" if taken == ours else "as the reference config says"
+    reason = "as Megatron-LM computes" if taken == ours else "as the reference config says"
     return (
         f"enable_gpt_oss: Megatron-LM runs YaRN with original_max_position_embeddings {ours}, the released models "
-        f"have {theirs}; {taken} is written, {whose}",
+        f"have {theirs}; {taken} is written, {reason}",
     )
 
 

@@ -97,12 +97,12 @@ class Family:
     `ModelArgs` values (or `OneOf` several) without which the model is not of this family. `plus_one` says that the
     Hugging Face model computes 1 + weight in its norms. `copies` are further names under which weights are repeated.
     `ignored` are patterns of Hugging Face tensors without content.
-    `like` is the known family whose fields a rule file took over. In a model of windows and full attention in
+    `like` is the known family that a rule file copied fields from. In a model of windows and full attention in
     turns, the last of `window_turn` layers sees all keys. `unset` are fields that are written as null where no
     reference has them: the class's own value is beyond a smaller vocabulary, and it fails to load. `also_types` are
     further model types of the same class, which a reference keeps. `dimensions` are further names of sizes, each a
     setting, and `conditions` further words for `when`. `settings` are arguments that `ModelArgs` has no field for.
-    `published` names the project whose modules the layers are and whose mapping the rules follow, where plain
+    `published` names the project with the layers' modules and the mapping that the rules follow, where plain
     Megatron-LM has no such model. `written` are fields with the one value with which transformers takes the weights
     as they are stored: with another, it changes them when it loads them.
     """

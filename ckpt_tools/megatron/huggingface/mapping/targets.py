@@ -176,7 +176,7 @@ def prediction_layers(family: Family, model: ModelArgs, tensors: Collection[str]
 class Exported:
     """What a Hugging Face directory must contain.
 
-    `shapes` are the header's shapes of tensors whose target has split axes (the bytes are the same). `offsets`
+    `shapes` are the header's shapes of tensors with split axes in the target (the bytes are the same). `offsets`
     are to be added to all elements of a tensor, in float32 before the one rounding: norms that one side stores as
     weight - 1. Each pair of `equal` must hold the same bytes in the source: a tied head stored nevertheless.
     """

@@ -361,7 +361,7 @@ def with_towers(
     parameters: Mapping[str, Spec],
     dtype: str | None,
 ) -> Exported:
-    """The export of a language model with the tensors of the other modules, whose parameters are `parameters`."""
+    """The export of a language model with the tensors of the other modules; `parameters` are theirs."""
     kind = known_to_bridge(config)
     pairs = tower_pairs(kind, config, tower.config, tower.others)
     problems: list[str] = []

@@ -1,8 +1,8 @@
 """The order of parameters in a buffer, and what it says about pieces with equal bytes.
 
 A buffer holds its parameters in reverse order of registration. Norms that still round to one and biases that
-are still zero look alike; the order tells them apart wherever the unmistakable parameters around them leave
-one choice only. Two things are not written in a checkpoint: whether the norm before attention belongs to it
+are still zero have equal bytes; the order decides between them wherever the unmistakable parameters around them
+leave one choice only. Two things are not written in a checkpoint: whether the norm before attention belongs to it
 (Transformer Engine) or precedes it (local spec), and whether experts are registered one by one or matrix by
 matrix. All four conventions are tried; those that contradict an unmistakable parameter drop out, and the rest
 must agree.
@@ -10,7 +10,7 @@ must agree.
 Any 16-bit remainder can belong to any bf16 weight, and masters of FP8 weights do not round to the stored ones: there
 position alone says which shard a stretch belongs to (`place_by_position`). How Megatron lays out a buffer is on disk:
 
-* every rank writes a file of its own, so a rank's weight shards lie in the files that its bucket lies in (those of
+* every rank writes its own file, so a rank's weight shards lie in the files that its bucket lies in (those of
   its data-parallel group); what tensor-parallel ranks share lies in the files of one of them;
 * its buffers hold all parameters of a rank once; with a virtual pipeline there is one for each stage, in the order of
   the layers;
@@ -79,7 +79,7 @@ class Convention(NamedTuple):
 
     local_norms: bool  # the norms are modules before attention and MLP
     sequential_experts: bool  # all of one expert before the next
-    shared_embedding: bool  # the embedding has buckets of its own, wherever it is used
+    shared_embedding: bool  # the embedding has its own buckets, wherever it is used
 
 
 def conventions(shared_embedding: bool) -> tuple[Convention, ...]:
@@ -88,7 +88,7 @@ def conventions(shared_embedding: bool) -> tuple[Convention, ...]:
 
 
 def registration_rank(piece: Piece, convention: Convention) -> Rank:
-    """Sorts pieces by registration, as far as it is known: the rank ends before the first unknown module.
+    """Sorts pieces by registration, as far as known: the rank ends before the first unknown module.
 
     Two ranks of which one begins with the other have no known order. Shards of one parameter that follow each
     other (gate, up) rank downwards, so that in a buffer all ranks descend.
@@ -137,13 +137,13 @@ def settle(
 ) -> list[Piece] | None:
     """The piece in each slot of a buffer (in the buffer's order), or None when this convention leaves a choice.
 
-    A slot with one look-alike is certain. Between two certain slots of known rank, each set of look-alikes
+    A slot with one candidate is certain. Between two certain slots of known rank, each set of look-alikes
     must have exactly as many allowed members as slots; they are then in descending order.
 
-    Example: one layer whose two norms hold nothing but ones. The buffer, registered last to first, has the slots
+    Example: one layer with two norms of nothing but ones. The buffer, registered last to first, has the slots
     ``fc2 fc1 ? qkv ? proj``. Where norms belong to the linear behind them (Transformer Engine), only the MLP's norm
     can be between fc1 and qkv, and only attention's between qkv and proj: each has its slot. Where they are
-    modules of their own, attention's was registered before proj and cannot be there: no candidate, so this
+    separate modules, attention's was registered before proj and cannot be there: no candidate, so this
     convention drops out. Two candidates for one slot would leave a choice; a guess could be a silent swap.
     """
     usable = set(allowed)
@@ -158,8 +158,8 @@ def settle(
         for i in range(start + 1, stop):
             if result[i] is None:
                 groups.setdefault(slots[i], []).append(i)
-        for alike, positions in groups.items():
-            candidates = (p for p in alike.members if p in usable and p not in certain)
+        for lookalikes, positions in groups.items():
+            candidates = (p for p in lookalikes.members if p in usable and p not in certain)
             fitting = [
                 p
                 for p in candidates  # a rank of unknown order fits anywhere

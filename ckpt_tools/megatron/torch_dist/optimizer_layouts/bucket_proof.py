@@ -1,7 +1,7 @@
 """Proof by content: which weight shard each stretch of a bucket is the master of.
 
 A master rounds to its stored weight bit for bit, because a checkpoint is saved between optimizer steps.
-Candidates are found by a few sampled elements, look-alikes are told apart by order (`bucket_order`), and then
+Candidates are found by a few sampled elements, the order decides between equal ones (`bucket_order`), and then
 every element of every assigned stretch is compared, tile by tile. Whatever remains unproven is refused by
 name. Masters that do not round, remainders and those of FP8 weights, are placed by position (`place_by_position`).
 """
@@ -88,7 +88,7 @@ def by_threads(work: Callable[[Job], Result], jobs: Sequence[Job], sizes: Sequen
 class _Slot(NamedTuple):
     bucket: Bucket
     start: int
-    alike: LookAlikes
+    lookalikes: LookAlikes
 
 
 def find_stretches(
@@ -112,8 +112,8 @@ def find_stretches(
         walk = _walk if all(b.bounds is not None for b in buffer.buckets) else _walk_coalesced
         found = [slot for bucket in buffer.buckets for slot in walk(bucket, index, reader, problems)]
         walked.append((buffer, found))
-    seen = {s.alike for _, slots in walked for s in slots}
-    unseen_parts = _half_found(pieces, (p for alike in seen for p in alike.members))
+    seen = {s.lookalikes for _, slots in walked for s in slots}
+    unseen_parts = _half_found(pieces, (p for lookalikes in seen for p in lookalikes.members))
     names = {p.name for p in pieces}
     own_output = any(name.endswith("output_layer.weight") for name in names)
     # a second copy of the embedding can be the output layer's, or serve the MTP layers
@@ -146,12 +146,12 @@ def _walk(bucket: Bucket, index: PieceIndex, reader: Reader, problems: list[str]
     at, before = 0, None
     while at < bucket.numel:
         starts_here = at % ALIGNMENT == 0 and at in bounds
-        for alike in index.matches(bucket, at, reader):
-            stop = at + alike.numel
-            ends_well = stop in bounds or index.can_continue(alike)
-            if ends_well and (starts_here or index.continues(before, alike)):
-                slots.append(_Slot(bucket, at, alike))
-                at, before = stop, alike
+        for lookalikes in index.matches(bucket, at, reader):
+            stop = at + lookalikes.numel
+            ends_well = stop in bounds or index.can_continue(lookalikes)
+            if ends_well and (starts_here or index.continues(before, lookalikes)):
+                slots.append(_Slot(bucket, at, lookalikes))
+                at, before = stop, lookalikes
                 break
         else:
             padded = aligned(at)
@@ -174,31 +174,31 @@ def _walk_coalesced(bucket: Bucket, index: PieceIndex, reader: Reader, problems:
     while at < bucket.numel:
         padded = base + aligned(at - base)
         here = list(index.matches(bucket, at, reader))
-        alike = next((a for a in here if padded == at or index.continues(before, a)), None)
-        if alike is None and at < padded < bucket.numel:
+        lookalikes = next((a for a in here if padded == at or index.continues(before, a)), None)
+        if lookalikes is None and at < padded < bucket.numel:
             padding = reader.flat(bucket.states[MASTER], at, padded - at)
-            alike = None if padding.any() else next(index.matches(bucket, padded, reader), None)
-            at = at if alike is None else padded
-        if alike is None and here:
-            alike, base = here[0], at
-        if alike is None:
+            lookalikes = None if padding.any() else next(index.matches(bucket, padded, reader), None)
+            at = at if lookalikes is None else padded
+        if lookalikes is None and here:
+            lookalikes, base = here[0], at
+        if lookalikes is None:
             problems.append(
                 f"{bucket.name}: element {at} and what follows are the master of no stored weight"
             )
             break
-        slots.append(_Slot(bucket, at, alike))
-        at, before = at + alike.numel, alike
+        slots.append(_Slot(bucket, at, lookalikes))
+        at, before = at + lookalikes.numel, lookalikes
     return slots
 
 
 def _assign(
     walked: Sequence[tuple[Buffer, list[_Slot]]], tried: Sequence[Convention], problems: list[str]
 ) -> list[Stretch]:
-    """One piece for each slot, by order where several look alike."""
+    """One piece for each slot; the order decides between equal ones."""
     shards = _shards_by_rank(walked, problems)
     stretches: list[Stretch] = []
     for buffer, slots in walked:
-        marks = {m for s in slots if s.alike.is_certain for m in _marks(s.alike.members[0])}
+        marks = {m for s in slots if s.lookalikes.is_certain for m in _marks(s.lookalikes.members[0])}
         kinds = {type(m) for m in marks}
 
         def held_here(piece: Piece) -> bool:
@@ -207,10 +207,12 @@ def _assign(
                 return False
             return all(m in marks or type(m) not in kinds for m in _marks(piece))  # noqa: B023
 
-        alikes = [s.alike for s in slots]
-        members = {p for alike in set(alikes) for p in alike.members if not alike.is_certain}
+        slot_lookalikes = [s.lookalikes for s in slots]
+        members = {
+            p for lookalikes in set(slot_lookalikes) for p in lookalikes.members if not lookalikes.is_certain
+        }
         allowed = [p for p in members if held_here(p)]
-        settled = {tuple(order) for c in tried if (order := settle(alikes, allowed, c)) is not None}
+        settled = {tuple(order) for c in tried if (order := settle(slot_lookalikes, allowed, c)) is not None}
         if len(settled) != 1:
             problems.append(_why_unsettled(slots, tried))
             continue
@@ -244,8 +246,8 @@ def _shards_by_rank(
     held: dict[tuple[int, int, int], dict[tuple[str, tuple[int, ...]], set[int]]] = {}
     for buffer, slots in walked:
         for slot in slots:
-            if slot.alike.is_certain:
-                piece = slot.alike.members[0]
+            if slot.lookalikes.is_certain:
+                piece = slot.lookalikes.members[0]
                 index, count = piece.shard
                 slices = held.setdefault((buffer.chain, buffer.group, count), {})
                 slices.setdefault((piece.key, piece.lead), set()).add(index)
@@ -265,21 +267,23 @@ def _shards_by_rank(
 
 
 def _why_unsettled(slots: Sequence[_Slot], tried: Sequence[Convention]) -> str:
-    """The first certain piece out of order, or else the look-alikes that order cannot tell apart."""
-    certain = [s for s in slots if s.alike.is_certain]
+    """The first certain piece out of order, or else the look-alikes that order cannot decide between."""
+    certain = [s for s in slots if s.lookalikes.is_certain]
     where = slots[0].bucket.name
-    wrong = [first_out_of_order([registration_rank(s.alike.members[0], c) for s in certain]) for c in tried]
+    wrong = [
+        first_out_of_order([registration_rank(s.lookalikes.members[0], c) for s in certain]) for c in tried
+    ]
     if None not in wrong:
         i = max(w for w in wrong if w is not None)
-        first, second = (s.alike.members[0].label for s in certain[i - 1 : i + 1])
+        first, second = (s.lookalikes.members[0].label for s in certain[i - 1 : i + 1])
         return f"{where}: {first} is before {second}, against the order of registration"
-    alike = max((s.alike for s in slots), key=lambda a: len(a.members))
-    names = ", ".join(sorted(p.label for p in alike.members)[:4])
-    return f"{where}: {len(alike.members)} weights have equal elements and the order leaves a choice: {names}, ..."
+    lookalikes = max((s.lookalikes for s in slots), key=lambda a: len(a.members))
+    names = ", ".join(sorted(p.label for p in lookalikes.members)[:4])
+    return f"{where}: {len(lookalikes.members)} weights have equal elements and order does not decide: {names}, ..."
 
 
 def _half_found(pieces: Iterable[Piece], found: Iterable[Piece]) -> list[str]:
-    """One line per shard without state whose slice has state elsewhere."""
+    """One line per shard without state in a slice with state elsewhere."""
     have = set(found)
     slices = {(p.key, p.lead) for p in have}
     return [
@@ -344,7 +348,7 @@ def _fp8_mismatch(stretch: Stretch, reader: Reader) -> str | None:
 
 
 def _differing_copies(stretches: Iterable[Stretch], reader: Reader) -> list[str]:
-    """One line per state whose copies on several ranks are not equal bit for bit."""
+    """One line per state with copies on several ranks that differ in any bit."""
     copies: dict[Piece, list[Stretch]] = {}
     for stretch in stretches:
         copies.setdefault(stretch.piece, []).append(stretch)
@@ -450,7 +454,7 @@ class PieceIndex:
             self._heads.setdefault(dtype, set()).add(len(head))
 
     def matches(self, bucket: Bucket, start: int, reader: Reader) -> Iterator[LookAlikes]:
-        """Look-alikes whose samples agree with what the bucket has from element `start` on; longest first."""
+        """Look-alikes with samples that agree with the bucket from element `start` on; longest first."""
         dtype, master = bucket.param_dtype, bucket.states[MASTER]
 
         def rounded(at: int, count: int) -> bytes:
@@ -459,12 +463,12 @@ class PieceIndex:
 
         head = rounded(0, min(SAMPLE, bucket.numel - start))
         entries = [e for n in self._heads.get(dtype, ()) for e in self._by_head.get((dtype, head[:n]), ())]
-        for numel, sample, alike in sorted(entries, key=lambda entry: -entry[0]):
+        for numel, sample, lookalikes in sorted(entries, key=lambda entry: -entry[0]):
             if start + numel <= bucket.numel and all(
                 rounded(a, n) == expected
                 for (a, n), expected in zip(windows(numel)[1:], sample[1:], strict=True)
             ):
-                yield alike
+                yield lookalikes
 
     def continues(self, before: LookAlikes | None, after: LookAlikes) -> bool:
         """Whether both can be parts of one live parameter."""
@@ -472,9 +476,9 @@ class PieceIndex:
             {p.family for p in before.members} & {p.family for p in after.members}
         )
 
-    def can_continue(self, alike: LookAlikes) -> bool:
+    def can_continue(self, lookalikes: LookAlikes) -> bool:
         """Whether anything could follow inside the same live parameter."""
-        return any(self.families[p.family] > 1 for p in alike.members)
+        return any(self.families[p.family] > 1 for p in lookalikes.members)
 
 
 def windows(numel: int) -> list[tuple[int, int]]:

@@ -43,7 +43,7 @@ class Flat:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A stretch of a buffer whose parameters start at multiples of 64.
+    """A stretch of a buffer; its parameters start at multiples of 64 elements.
 
     `numel` leaves out the padding at the end. `bounds` are the element offsets where a stored chunk starts or
     ends: every parameter does so too, and so does every cut between data-parallel ranks. None where chunks
@@ -71,7 +71,7 @@ class Buffer:
 class Piece:
     """What one stored chunk of a weight holds of one (layer, expert) slice: the shard of some rank.
 
-    `box` is in the coordinates of the slice, whose shape is `slice_shape`; its elements are contiguous in the
+    `box` is in the coordinates of the slice, of shape `slice_shape`; its elements are contiguous in the
     chunk's payload from element `first` on. `shard` is (index, count) among the shards of the slice. Pieces
     of one `family` can follow each other inside one live parameter: gate and up, or the parts of a fused
     projection.

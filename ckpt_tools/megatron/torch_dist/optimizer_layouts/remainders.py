@@ -74,7 +74,7 @@ class _Reading(NamedTuple):
 
 
 def _told_by_content(files: Files, catalog: Catalog, masters: Mapping[str, StateTensor]) -> set[str]:
-    """The weights whose float32 masters are remainders.
+    """The weights with remainders in the place of float32 masters.
 
     What is neither stays a master, which the proof of masters will find damaged (or its weight held in FP8). Every
     number is looked at once more where it is used: joining refuses what is not a remainder.

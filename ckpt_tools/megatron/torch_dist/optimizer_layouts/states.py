@@ -7,7 +7,7 @@ have no masters. Up to core 0.13 a chain of optimizers (dense and experts) puts 
 
 `fully_sharded_model_space` (core 0.8-0.15) stored a state of global shape G, cut into f parts along each axis, as
 ``(*f, prod(G / f))``; `Defragment` is the inverse. Legacy GroupedMLP (core <= 0.16) flattened its expert states in
-the layout of its own weights, which is the transpose of the stored ones: ``[.., H, 2F]`` for fc1 and ``[.., F, H]``
+its own weights' layout, the transpose of the stored ones: ``[.., H, 2F]`` for fc1 and ``[.., F, H]``
 for fc2 (v0.15 moe/experts.py).
 """
 
@@ -96,7 +96,7 @@ class OptimizerStates:
 
     `kinds` are canonical: 'master' for the fp32 copy of a weight, others as stored (exp_avg, exp_avg_sq,
     ...). Sources name tensors of the catalog or of `payloads`: tensors inside stored
-    objects, whose chunks are raw byte ranges, and masters that are computed (`remainders`).
+    objects, with raw byte ranges as chunks, and computed masters (`remainders`).
     """
 
     layout: str
@@ -133,7 +133,7 @@ def state_view(stored: Shape, weight: Shape, original: Shape | None, transposed:
     """Steps from a state stored with shape `stored` to the shape of its weight.
 
     `original` is what `mcore_data` notes for the key; without a note it is the shape of the weight. A
-    state of the weight's own rank is stored as it is (1-D states before core 0.11, all states since 0.16).
+    state with the weight's number of axes is stored unchanged (1-D states before core 0.11, all states since 0.16).
     """
     shape = (*weight[:-2], weight[-1], weight[-2]) if transposed else weight
     if stored == weight and original in (None, weight):
@@ -151,9 +151,9 @@ def state_view(stored: Shape, weight: Shape, original: Shape | None, transposed:
 def expert_transposition(
     catalog: Catalog, weight_of: Mapping[str, str], legacy_grouped_gemm: bool | None
 ) -> frozenset[str]:
-    """Weight keys of the expert modules whose flattened states are stored transposed.
+    """Weight keys of the expert modules with flattened states that are stored transposed.
 
-    A module is decided as a whole: by any of its states whose shapes allow one reading only, else by
+    A module is decided as a whole: by any of its states with shapes of only one reading, else by
     `legacy_grouped_gemm`. Without that hint, an uncut module that is square or has no note of its shapes is read
     as not transposed; the check that masters round to their weights is what proves it.
     """
@@ -224,7 +224,7 @@ def refuse_encoded(entries: Iterable[TensorEntry]) -> None:
 def model_space_states(
     catalog: Catalog, layout: str, transposed_experts: bool | None = None
 ) -> OptimizerStates:
-    """States of a checkpoint whose optimizer keys name weights; `layout` is only carried along.
+    """States of a checkpoint with optimizer keys that name weights; `layout` is only passed on.
 
     `transposed_experts` (args.moe_use_legacy_grouped_gemm) says whether flattened expert states are
     transposed where their shapes cannot.
