@@ -297,7 +297,7 @@ def _by_export(
         imported = imported_source(read_huggingface(checkpoint, ImportOptions(rules=rules))[1])
     made = export_tensors(checkpoint, ExportRequest(options, plain.specs, whole, imported), headers)
     notes = list(made.notes)
-    if imported is not None:  # the import has padded its rows
+    if imported is not None:  # the import has padded the vocabulary rows
         notes = [note for note in notes if not note.startswith("the vocabulary is cut")]
     if headers:
         roles = {key: role_of(key) for key in checkpoint.catalog.tensors}
