@@ -70,7 +70,7 @@ def flags_named(version: str) -> dict[str, tuple[Flag, ...]]:
 
 
 def versions_with(option: str) -> tuple[str, ...]:
-    """The versions whose parser knows a flag."""
+    """The versions with a parser that knows a flag."""
     return tuple(version for version in _table()["versions"] if is_flag(option, version))
 
 
@@ -298,7 +298,7 @@ def command_words(words: Sequence[str]) -> list[str]:
 def parse_command(words: Sequence[str], program: str = MAIN) -> Job:
     """The job that a command line starts: `NAME=VALUE ... program.py --flag value ...`, or the flags alone.
 
-    What stands before a `.py` file, or a module after `-m`, belongs to the launcher and is ignored, but for the
+    What precedes a `.py` file, or a module after `-m`, belongs to the launcher and is ignored, but for the
     environment and the number of GPUs.
     """
     at = _script_at(words, program)
@@ -315,7 +315,7 @@ def parse_command(words: Sequence[str], program: str = MAIN) -> Job:
 
 
 def _world(words: Sequence[str]) -> int | None:
-    """GPUs that torchrun is told to start; None with another launcher, or numbers that only the machines know."""
+    """GPUs that torchrun starts; None with another launcher, or if only the machines know the number."""
     if not any(word.rpartition("/")[2] in _LAUNCHERS for word in words):
         return None
     sizes = {"--nnodes": "1", "--nproc-per-node": "1"}
@@ -328,7 +328,7 @@ def _world(words: Sequence[str]) -> int | None:
 
 
 def _script_at(words: Sequence[str], program: str) -> int | None:
-    """Where the training program stands: the last script before the first flag, for a value may end in `.py` too."""
+    """Index of the training program: the last script before the first flag, as a value may end in `.py` too."""
     flags = (
         i for i, word in enumerate(words) if program != BRIDGE and is_flag(word.partition("=")[0], program)
     )
