@@ -1,7 +1,7 @@
 """Carries out a plan: the public door of this room.
 
 Every rank calls `write_checkpoint` with the same plan, and all go through the same steps (`_Run`). A step is run by
-`Ranks.together`: all ranks call it, and none goes on before all have ended it; if one fails, all raise its error.
+`Ranks.together`: all ranks call it, and none continues before all have ended it; if one fails, all raise its error.
 
     step     rank 0                                                       other ranks
     digest   the plans are compared                                       the same
@@ -209,7 +209,7 @@ class _Run:
         return shares, proven
 
     def _take(self) -> tuple[Found, str]:
-        """Rank 0 takes the output: what an earlier process has left there, and whose it is now."""
+        """Rank 0 takes the output: what an earlier process has left there, and the output's token."""
         job = self._job
         assert job.thread_memory.tile  # or nobody begins
         if not self._leads:
@@ -301,13 +301,13 @@ class _Run:
                 for name, rows in share["parts"].items():
                     parts.setdefault(name, []).extend(Part(*row) for row in rows)
             output.publish(metadata_bytes(job.plan) if job.output.is_dcp else None, versions, parts)
-        beside = dict(job.output.beside)
+        trackers = dict(job.output.beside)
         if found == "finished":  # they were written then, and may have been changed since
-            beside = {name: content for name, content in beside.items() if not output.has_beside(name)}
-        if TRACKER in beside:
-            stays, self.tracker = tracker_change(job.output.directory, beside[TRACKER].decode())
-            beside = {} if stays else beside
-        for name, content in beside.items():
+            trackers = {name: content for name, content in trackers.items() if not output.has_beside(name)}
+        if TRACKER in trackers:
+            stays, self.tracker = tracker_change(job.output.directory, trackers[TRACKER].decode())
+            trackers = {} if stays else trackers
+        for name, content in trackers.items():
             output.write_beside(name, content)
         output.finish()
 

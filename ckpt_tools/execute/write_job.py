@@ -194,7 +194,7 @@ class Done(NamedTuple):
 class JobOutput(Protocol):
     """What differs between a local directory and a folder of an object store. `run` has the order of calls."""
 
-    token: str  # says whose the output is where no lock does: rank 0 draws it, all ranks get it
+    token: str  # names the owner where no lock does: rank 0 draws it, all ranks get it
     scratch: Path | None  # where temporary files may lie
 
     @property

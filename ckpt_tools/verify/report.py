@@ -33,7 +33,7 @@ class Check:
     unit: str
     looked_at: int
     findings: tuple[Finding, ...]
-    source: str = ""  # file and function of the program whose demand it is, with versions
+    source: str = ""  # file and function of the program that demands it, with versions
     is_hostile: bool = False  # something there was made to harm its reader
 
     @property

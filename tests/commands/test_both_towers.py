@@ -176,7 +176,7 @@ def test_a_job_of_megatron_lm_is_not_ready_for_it(tmp_path: Path, capsys: pytest
     assert "no fp32 masters in the source" in capsys.readouterr().out  # weights are no masters
     for target in ("core-0.16", "main"):
         assert run(["preflight", str(tmp_path / "fsdp"), "--target", target]) == 1
-        assert "vision_model beside its language model" in capsys.readouterr().out
+        assert "vision_model next to its language model" in capsys.readouterr().out
     assert run(["preflight", str(tmp_path / "fsdp"), "--target", "bridge"]) == 0
 
 

@@ -53,7 +53,7 @@ def test_it_is_said_once_a_checkpoint(
     assert len(said) == ("{run}" in words) + ("{fsdp}" in words)
     for line in said:
         assert "iter_0000009: the folder says iteration 9, the state in it 2." in line
-        assert "gets the number 9 too, but a job that loads it goes on from iteration 2" in line
+        assert "gets the number 9 too, but a job that loads it resumes from iteration 2" in line
         assert "rename the folder to iter_0000002" in line
     if words in WRITERS and not words.startswith("export"):  # as was said
         made = locate(str(out))

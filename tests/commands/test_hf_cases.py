@@ -49,7 +49,7 @@ def test_settings_that_config_json_cannot_say(
 
 @pytest.mark.parametrize(
     ("case", "code", "message"),
-    [("safetensors_alias/tied_llama", 0, "lm_head.weight: no content of its own"),
+    [("safetensors_alias/tied_llama", 0, "lm_head.weight: redundant"),
      ("classification_heads/hf_reward_model", 5, "score.weight [1, 32]: the head of a reward, value or"),
      ("vl_head_lost/qwen2_5_vl", 5, "lm_head.weight [64, 32] is missing")],
 )  # fmt: skip

@@ -127,7 +127,7 @@ def test_masters_of_another_step_take_no_place(sound: Path, tmp_path: Path) -> N
         (lambda master: master.t().contiguous(), ""),
         (lambda master: master.double(), "float64"),
         (lambda master: master.bfloat16(), "bfloat16"),
-        (None, "its weight: there is none"),
+        (None, "its weight: missing"),
     ],
 )
 def test_masters_that_fit_no_weight_take_no_place(

@@ -133,7 +133,7 @@ def test_other_types_are_refused(dtype: str, tmp_path: Path) -> None:
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is torch_dist, whose weights have the element type of the job"):
+    with pytest.raises(UsageError, match="is torch_dist; its weights already have the job's element type"):
         strip_checkpoint(RUN, tmp_path / "out", "bfloat16")
     with pytest.raises(UsageError, match="holds weights alone"):
         strip_checkpoint(stripped(RUN.name), tmp_path / "out")
@@ -187,9 +187,9 @@ def test_a_plain_state_dict_keeps_its_model(flat: bool, tmp_path: Path) -> None:
     assert is_sound(tmp_path / "out")
     with pytest.raises(UsageError, match="holds weights alone"):
         strip_checkpoint(tmp_path / "out", tmp_path / "again")
-    with pytest.raises(UsageError, match="is dcp, whose weights have the element type of the job"):
+    with pytest.raises(UsageError, match="is dcp; its weights already have the job's element type"):
         strip_checkpoint(tmp_path / "in", tmp_path / "again", "bfloat16")
-    with pytest.raises(UsageError, match="whose program makes its own optimizer"):
+    with pytest.raises(UsageError, match="its program makes its own optimizer"):
         strip_checkpoint(tmp_path / "in", tmp_path / "again", fresh=TargetOptions(fresh_optimizer=True))
 
 

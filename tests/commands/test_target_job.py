@@ -202,7 +202,7 @@ def test_verify_looks_at_the_packing(tmp_path, capsys):
     assert f"{RECORD_FILE} is damaged" in capsys.readouterr().out
     file.unlink()
     assert run(["verify", str(folder)]) == 0
-    assert "nothing tells for which tensor parallel size" in capsys.readouterr().out
+    assert "the tensor parallel size of its row order is not recorded" in capsys.readouterr().out
 
 
 def test_edited_copies_keep_the_record(tmp_path):

@@ -87,7 +87,7 @@ def merge_adapter(
 
     Raises:
         UsageError: the adapter's alpha is not known, or an output that cannot be taken.
-        UnsupportedCheckpointError: checkpoints or adapters of a kind that is not merged.
+        UnsupportedCheckpointError: a kind of checkpoint or adapter that cannot be merged.
         MappingError: an adapter that does not fit the base.
         VerificationError: masters that do not round to their weights, or a cast that makes infinities.
         CorruptCheckpointError, StorageError: damaged files, full disks.
@@ -271,7 +271,7 @@ def read_adapter_source(
             f"{location.path} holds no low-rank adapter (no `.adapter.` keys){otherwise}"
         )
     how = _settings(adapter, base)
-    value, told_by = _alpha(how, alpha, location.path)
+    value, alpha_source = _alpha(how, alpha, location.path)
     joined = _joined(adapter, tensors, is_wrapped)
     adapters = read_adapters(joined, how)
     wrong = [f"{one.label}: rank {one.rank}" for one in adapters if how.dim not in (None, one.rank)]
@@ -285,7 +285,7 @@ def read_adapter_source(
         for key, entry in joined.others.items()
         if not is_wrapped
     }
-    return AdapterSource(location.path, tuple(adapters), value, told_by, entries, whole, is_wrapped)
+    return AdapterSource(location.path, tuple(adapters), value, alpha_source, entries, whole, is_wrapped)
 
 
 def _joined(adapter: Opened, tensors: AdapterTensors, is_wrapped: bool) -> AdapterTensors:

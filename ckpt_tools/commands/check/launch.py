@@ -114,7 +114,7 @@ class Launch:
 
 
 def launch(facts: Facts, load: str, step: int | None = None) -> Launch:
-    """The command of a job that goes on from the checkpoint in the root `load`, by the settings of its run.
+    """The command of a job that continues from the checkpoint in the root `load`, with the settings of its run.
 
     `step` is its iteration where the tracker names another.
     """
@@ -196,7 +196,7 @@ def unsaid(f: Facts) -> list[str]:
 
 
 def _stored_settings(f: Facts) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The settings of the run that go over to the job, and a comment for each whose value its flag does not take."""
+    """The settings that the job keeps from the run, and a comment for each value that its flag cannot express."""
     native = f.kind == "fsdp_dtensor" and bool(f.args.get("use_megatron_fsdp"))
     found: dict[str, Any] = {}
     unsaid: list[str] = []
@@ -269,7 +269,7 @@ def _decided(f: Facts) -> dict[str, Any]:
         # The stored rows, unless the job's own padding gives them.
         "padded_vocab_size": None if stored.rows == wanted_rows(f, f.args) else stored.rows,
     }
-    if stored.version_2:  # of whose optimizer main stores and loads nothing yet
+    if stored.version_2:  # main neither stores nor loads its optimizer yet
         decided |= {"megatron_fsdp_version": 2, "use_distributed_optimizer": False, "no_load_optim": True}
     if stored.gated is not None:
         decided["swiglu"] = stored.gated

@@ -171,7 +171,7 @@ def _start(
 
 
 def run_rule(rule: Rule, facts: Facts) -> Check:
-    """The verdict of one rule on facts whose settings are sound (`checked_settings`)."""
+    """The verdict of one rule on facts with valid settings (`checked_settings`)."""
     broken = rule.broken(facts)
     fix = rule.fix if isinstance(rule.fix, str) else rule.fix(facts)
     findings = () if broken is None else (Finding(rule.name, rule.severity, broken, rule.why, fix),)
@@ -258,7 +258,7 @@ def _schedule(opened: Opened) -> dict[str, Any]:
 
 
 def _packed(names: Iterable[str]) -> tuple[str, ...]:
-    """The projections whose rows are grouped by tensor-parallel rank: of gated delta nets and Mamba mixers."""
+    """Projections with rows grouped by tensor-parallel rank: those of gated delta nets and Mamba mixers."""
     live = set(names)
     return tuple(
         name for name in sorted(live) if (m := _PACKED.match(name)) and f"{m['module']}A_log" in live

@@ -62,7 +62,7 @@ _COMPARABLE_LAYOUTS = frozenset({"none", "fully_reshardable", "non_distributed"}
 COMMON_STATE = "common_state"
 _OF_A_RUN = ("optimizer.", "opt_param_scheduler.", KEPT)
 _FUSED_NORMS = (".linear_qkv.layer_norm_weight", ".linear_fc1.layer_norm_weight")
-_NO_CONTENT = "no content of its own, as import-hf says"
+_NO_CONTENT = "redundant, as import-hf says"
 _SAME = "the same values as {}, as config.json says"
 _EXACT = {("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64")}  # lossless casts
 
@@ -297,7 +297,7 @@ def _by_export(
         imported = imported_source(read_huggingface(checkpoint, ImportOptions(rules=rules))[1])
     made = export_tensors(checkpoint, ExportRequest(options, plain.specs, whole, imported), headers)
     notes = list(made.notes)
-    if imported is not None:  # whose rows the import has padded
+    if imported is not None:  # the import has padded the vocabulary rows
         notes = [note for note in notes if not note.startswith("the vocabulary is cut")]
     if headers:
         roles = {key: role_of(key) for key in checkpoint.catalog.tensors}

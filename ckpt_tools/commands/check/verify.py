@@ -54,7 +54,7 @@ def verify_checkpoint(
     Damage becomes findings of the report. `options.write_manifest` is written only when no check finds an error.
 
     Raises:
-        UnsupportedCheckpointError: there is no checkpoint, or one of a kind that is not read.
+        UnsupportedCheckpointError: no checkpoint, or one of an unsupported kind.
         UsageError: the manifest to compare with is absent or is not one; the one to write exists.
         StorageError: the file system refuses to read.
     """
@@ -92,7 +92,7 @@ def _copy_check(location: Location, options: VerifyOptions, meter: Meter) -> Ite
             plain = replace(options, manifest=None, write_manifest=None)
             checks = _checks(copy, files, plain, None, meter)
     except ForeignFormatError as error:
-        found.warning(location.path, f"beside this model, and not checked: {error}")
+        found.warning(location.path, f"not checked, in the same folder as this model: {error}")
     except (CorruptCheckpointError, UnsupportedCheckpointError, UsageError) as error:
         found.failure(location.path, error)
     else:

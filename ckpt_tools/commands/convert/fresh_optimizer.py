@@ -108,7 +108,7 @@ def _model(source: FsdpSource, opened: Opened) -> Model:
 
 
 def _named_as_stored(model: Model, about: TargetOptions, source: FsdpSource) -> FsdpTarget:
-    """The target in the dialect whose names are stored."""
+    """The target in the dialect that has the stored names."""
     stored = {key for key in source.catalog.tensors if model_name(key)}
     keys = source.catalog.tensors.keys()
     prefix = next(

@@ -1,7 +1,7 @@
 """A picture of who owns what: a row a rank, its share of every flat buffer as length, padding left bare.
 
-One self-contained SVG, or an HTML page around it. Its size is bounded: with many ranks neighbouring tensors of a
-kind are drawn as one.
+One self-contained SVG, or an HTML page around it. Its size is bounded: with many ranks neighbouring tensors of
+the same kind are drawn as one.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ def _bars(shown: Picture, height: float, scale: float) -> Iterator[str]:
 
 
 def _drawn(row: list[Segment], scale: float, one_by_one: bool) -> Iterator[tuple[float, float, Segment]]:
-    """(x, width, segment) in pixels; neighbours of a kind joined unless each is drawn on its own."""
+    """(x, width, segment) in pixels; neighbours of the same kind are joined unless `one_by_one`."""
     at = 0
     while at < len(row):
         first = last = row[at]

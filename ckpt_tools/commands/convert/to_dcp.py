@@ -91,7 +91,7 @@ def _refuse_halves(target: TargetOptions) -> None:
     useless = [name for name, is_asked in asked.items() if is_asked]
     if useless:
         raise UsageError(
-            f"{', '.join(useless)}: no meaning for a plain state dict, whose names are the running model's"
+            f"{', '.join(useless)}: no meaning for a plain state dict: its names are the running model's"
         )
 
 

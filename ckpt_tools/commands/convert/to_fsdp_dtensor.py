@@ -79,7 +79,7 @@ def convert_to_fsdp_dtensor(
 
     Raises:
         UsageError: options that contradict each other, or an output that cannot be taken.
-        UnsupportedCheckpointError: the source is of a kind that is not read.
+        UnsupportedCheckpointError: the source is of an unsupported kind.
         MappingError: options that contradict the checkpoint, or facts that cannot be proven from it.
         VerificationError: masters that do not round to the stored weights.
         CorruptCheckpointError, StorageError: damaged files, full disks.
@@ -111,7 +111,7 @@ def stays_plain(opened: Opened, options: ConvertOptions) -> bool:
 
 
 def prepare_output(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared:
-    """As `prepare`, under the names that the version of Megatron-FSDP has whose layout is asked for."""
+    """As `prepare`, with the names of the Megatron-FSDP version that `layout` is for."""
     prepared = prepare(opened, options, layout)
     if prepared.to == "dcp":
         return prepared

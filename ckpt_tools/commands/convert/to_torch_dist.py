@@ -69,7 +69,7 @@ def convert_to_torch_dist(
 
     Raises:
         UsageError: a fact only the user can give is missing, nothing to convert, or an output that cannot be taken.
-        UnsupportedCheckpointError: the source is of a kind, or has an optimizer layout, that is not read.
+        UnsupportedCheckpointError: the source's kind or optimizer layout is unsupported.
         MappingError: options that contradict the checkpoint, or facts that cannot be proven from it.
         VerificationError: masters that do not round to the stored weights.
         CorruptCheckpointError, StorageError: damaged files, full disks.

@@ -3,9 +3,9 @@
 Weights and masters are averaged in float64 and rounded once; the optimizer's moments, the arguments, the progress and
 everything else are those of the last checkpoint.
 
-Where fp32 masters are stored next to the weights, the mean is taken of the masters, and a weight is the mean of its
-masters rounded, as it is in every checkpoint that a job writes. Values that no optimizer updates (router biases,
-counters, rotary frequencies) are states of a run and not averaged; a name tells them where there is no optimizer.
+Where fp32 masters are stored next to the weights, the masters are averaged, and each weight is its averaged master
+rounded, as in every checkpoint that a job writes. Values that no optimizer updates (router biases, counters, rotary
+frequencies) are states of a run and not averaged; without an optimizer they are detected by name.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class AverageOptions(EditOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Averaged:
-    """What `average` did; the report is on the last source, whose other values are copied."""
+    """What `average` did; the report is on the last source, which gives all other values."""
 
     report: ConversionReport
     sources: tuple[str, ...]
@@ -284,8 +284,8 @@ def _torch_dist(opened: Opened, workers: int | None) -> Parts:
         raise UnsupportedCheckpointError(f"{error}\nFor a mean: {_ALONE} (`strip`)") from error
     if states is not None and states.payloads:
         raise UnsupportedCheckpointError(
-            f"{opened.location.path}: its masters stand inside objects ({states.layout}), which are not written "
-            f"anew; {_CONVERT}, and convert the result back with --to torch_dist"
+            f"{opened.location.path}: its masters are stored inside objects ({states.layout}), which cannot be "
+            f"rewritten; {_CONVERT}, and convert the result back with --to torch_dist"
         )
     known = states.states if states is not None else {}
     weights = [key for key, role in opened.roles().items() if role == WEIGHT]
@@ -304,8 +304,8 @@ def _torch_dist(opened: Opened, workers: int | None) -> Parts:
 
 def _fsdp_dtensor(opened: Opened) -> Parts:
     found = {key: named for key in opened.catalog.tensors if (named := parameter_of(key))}
-    beside = [key for key, (_, kind) in found.items() if kind in ("fp32_param", "param")]
-    _refuse_masters(opened, beside)
+    masters = [key for key, (_, kind) in found.items() if kind in ("fp32_param", "param")]
+    _refuse_masters(opened, masters)
     trained = {name for name, kind in found.values() if kind != WEIGHT}
     by_name = {name: key for key, (name, kind) in found.items() if kind == WEIGHT}
     keys = {by_name[name] for name in trained if name in by_name}
@@ -315,12 +315,12 @@ def _fsdp_dtensor(opened: Opened) -> Parts:
 
 def _dcp(opened: Opened) -> Parts:
     roles = opened.roles()
-    beside = [
+    masters = [
         key
         for key, role in roles.items()
         if _SEPARATE_MASTER.search(key) and (role != WEIGHT or key.startswith(("master", "fp32_")))
     ]
-    _refuse_masters(opened, beside)
+    _refuse_masters(opened, masters)
     means, kept = _sorted_out(opened, [key for key, role in roles.items() if role == WEIGHT], None)
     return Parts(means, kept)
 
@@ -345,7 +345,7 @@ _RULES: Mapping[str, Callable[[Opened], Parts]] = {
 def _sorted_out(
     opened: Opened, keys: Sequence[str], trained: set[str] | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Of a model's tensors those that are averaged, and those that are not; `trained` None: nothing tells."""
+    """A model's tensors that are averaged, and the others; `trained` None: decided by name and element type."""
     averaged = [key for key in keys if (not _BUFFER.search(key) if trained is None else key in trained)]
     tensors = opened.catalog.tensors
     numbers = [

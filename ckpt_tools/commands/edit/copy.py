@@ -1,8 +1,8 @@
 """`copy`: a checkpoint, or all of a run, from one place to another, byte for byte: folders and object stores.
 
 Files keep their names and bytes. Every payload is proven against the checksum that its writer stored while it is
-copied; the copy appears whole or not at all, and a copy that was stopped goes on. Whatever the format, what a folder
-holds besides its tensors is copied; folders inside of it do not, and are named.
+copied; the copy appears whole or not at all, and an interrupted copy can be resumed. Whatever the format, the other
+files of a folder are copied too; folders inside of it are not, and are named.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Copied:
     files: int
     nbytes: int
     proven: int  # payloads and small archives that have the checksum their writer stored
-    without_checksum: int  # payloads whose writer stored none
+    without_checksum: int  # payloads without a stored checksum
     read_back: bool
     left_out: tuple[str, ...]  # names of files in inner folders, and of what is not a file
     written: WriteReport | None  # None: a dry run

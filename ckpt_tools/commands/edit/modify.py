@@ -39,7 +39,7 @@ def modify_state_dict(
 ) -> ConversionReport:
     """Write the checkpoint at `source` to `output` with `operations` carried out on its keys.
 
-    Removals come first; of several renames the first whose pattern is found in a key wins (`re.search`, `re.sub`).
+    Removals come first; of several renames the first that matches a key wins (`re.search`, `re.sub`).
 
     Raises:
         UsageError: an operation that cannot be read, or that changes nothing; nothing would be left.
@@ -129,7 +129,7 @@ def new_names(keys: Iterable[str], operations: Sequence[Operation]) -> dict[str,
 def renamed_target(
     catalog: Catalog, names: Mapping[str, str], taken_from: Mapping[str, str] = MappingProxyType({})
 ) -> Target:
-    """What stays under new names; `taken_from` has the tensor whose values another one gets."""
+    """What stays, under new names; `taken_from` maps a tensor to the one that its values come from."""
     paths = {key: new_path(catalog.planner_paths.get(key, (key,)), name) for key, name in names.items()}
     values = {key: catalog.tensors[taken_from.get(key, key)] for key in catalog.tensors if key in names}
     return Target(

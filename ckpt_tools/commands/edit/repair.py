@@ -157,7 +157,7 @@ def _take_masters(catalog: Catalog, made: RepairedKeys) -> None:
             continue
         weight = catalog.tensors.get(weights.get(state.name, ""))
         if weight is None or weight.shape != entry.shape or entry.dtype != "float32":
-            found = "there is none" if weight is None else f"{weight.dtype} {weight.shape}"
+            found = "missing" if weight is None else f"{weight.dtype} {weight.shape}"
             problems.append(f"{key}: {entry.dtype} {entry.shape}; its weight: {found}")
             continue
         made.must_round.append(

@@ -89,7 +89,7 @@ class Cut:
     start: int
     stop: int
     count: int
-    fsdp: bool  # whose keys: of `fsdp_dtensor`, or of `torch_dist`
+    fsdp: bool  # keys of `fsdp_dtensor`, else of `torch_dist`
     plain: PlainCut | None = None  # or of a plain state dict
 
     def key(self, key: str) -> str | None:
@@ -383,7 +383,7 @@ def _optimizer(model: Model) -> dict[Any, Any]:
 
 
 def _with_layers(values: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
-    """A common state whose arguments have the new number of layers."""
+    """The common state with the new number of layers in its arguments."""
     args = values.get("args")
     if not isinstance(args, StandIn) or not isinstance(args.state, dict):
         return dict(values)
@@ -396,7 +396,7 @@ def _with_layers(values: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
 def sliced_settings(settings: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
     """The settings that say how many layers there are, or something of each, for the layers kept.
 
-    In a vision-language model they are the language model's, beside which the run may record a config.json.
+    In a vision-language model they are the language model's; the run may also record a config.json.
     """
     layers = Layers(cut.start, cut.stop, cut.count)
     if ".mtp." in f".{cut.block}":

@@ -126,7 +126,7 @@ def _with_proof(made: Conversion, opened: Opened, write: WriteOptions) -> Conver
             targets = masters_beside_weights(opened)
             lost = sum(len(one.masters) for one in read_state_dict(opened.catalog).optimizers) - len(targets)
             made = replace(made, must_round=targets)
-            return with_note(made, not_compared(f"nothing tells whose {lost} of them are")) if lost else made
+            return with_note(made, not_compared(f"{lost} of them match no known weight")) if lost else made
         model = read_beside_masters(opened, Wanted(unknown_keys=True), write)
     except (MappingError, UnsupportedCheckpointError) as error:
         return with_note(made, not_compared(str(error)))
@@ -163,7 +163,7 @@ def _check_request(opened: Opened, dtype: str | None, fresh: TargetOptions | Non
     check_dtype(dtype)
     if not opened.format.masters_in_place:
         raise UsageError(
-            f"--dtype {dtype}: {path} is {kind}, whose weights have the element type of the job already; "
+            f"--dtype {dtype}: {path} is {kind}; its weights already have the job's element type. "
             "`convert` and `export-hf` cast on the way to another format"
         )
 
@@ -171,7 +171,7 @@ def _check_request(opened: Opened, dtype: str | None, fresh: TargetOptions | Non
 def _check_fresh(opened: Opened, dtype: str | None) -> None:
     if opened.location.kind == "dcp":
         raise UsageError(
-            f"--fresh-optimizer: {opened.location.path} is a plain state dict, whose program makes its own "
+            f"--fresh-optimizer: {opened.location.path} is a plain state dict, and its program makes its own "
             "optimizer; load its weights alone"
         )
     if opened.location.kind == "torch_dist":

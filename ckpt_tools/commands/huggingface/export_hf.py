@@ -69,8 +69,8 @@ def export_hf(
 class ExportRequest:
     """What is to be exported.
 
-    `present` are the tensors of a model that it is compared with, whose names it gets; of a `whole` vision-language
-    model it is the language model. `source` is what is exported where that was read already.
+    `present`: the tensors of a model to compare with; the export takes their names. With `whole`, a vision-language
+    model, they are those of its language model. `source`: what is exported, if it was read already.
     """
 
     options: ExportOptions
@@ -133,8 +133,8 @@ def _export_several(source: ExportSource, request: ExportRequest) -> tuple[Expor
         return source, _export(source, request, reference)
     exported = _export(replace(source, bases=language), replace(request, whole=whole), reference)
     specs = _specs(source)
-    beside = {name: specs[name] for name in source.beside or ()}
-    return source, put_together(exported, whole, beside, options.dtype)
+    other_parts = {name: specs[name] for name in source.beside or ()}
+    return source, put_together(exported, whole, other_parts, options.dtype)
 
 
 def _specs(source: ExportSource) -> dict[str, Spec]:

@@ -87,8 +87,8 @@ class ExportSource:
 
     In a model of several parts these are the names of its language model as a separate model; `beside` are the
     parameters of the other parts, under their names (None: there are no other parts). `types` has the running
-    model's type of parameters whose values are fp32 masters; others keep what is stored. `must_round` are the masters
-    among the values, with the stored weights that they must round to.
+    model's type of each parameter with fp32 masters as values; others keep the stored type. `must_round` are the
+    masters among the values, with the stored weights that they must round to.
     """
 
     catalog: Catalog
@@ -228,8 +228,8 @@ def whole_model(folder: str) -> WholeModel:
     config = read_config(folder)
     if config.get(QUANTIZED):
         raise UnsupportedCheckpointError(
-            f"--tower language: the weights in {folder} are quantized, and those of the other towers are taken over "
-            "as they are stored; give the directory of the model that was quantized"
+            f"--tower language: the weights in {folder} are quantized, and those of the other towers are copied as "
+            "stored; give the directory of the model that was quantized"
         )
     catalog = tower_tensors(folder)
     tower = language_tower(config, specs_of(catalog.tensors))
@@ -237,7 +237,7 @@ def whole_model(folder: str) -> WholeModel:
     if absent:
         raise MappingError(
             f"--tower language: {folder} holds no tensors of {' and '.join(absent)}, from which the whole model "
-            "would be made. Without --tower and --hf-config the language model is written as a model of its own"
+            "would be made. Without --tower and --hf-config the language model is written as a separate model"
         )
     with closing(tower_files(folder)) as files:
         others = {
@@ -296,17 +296,17 @@ def reference_of(
 
 
 def _what_it_is(source: ExportSource) -> str:
-    beside = source.beside or ()
+    others = source.beside or ()
     known = ", ".join(kind for kind in vision_language_types() if vision_language(kind).rules)
-    own = "vision_projection" in {name.partition(".")[0] for name in beside}
+    own = "vision_projection" in {name.partition(".")[0] for name in others}
     why = (
-        "It is Megatron-LM's own LLaVAModel, for whose vision tower and projection no class of transformers is known"
+        "It is Megatron-LM's own LLaVAModel; no class of transformers is known for its vision tower and projection"
         if own
         else f"Which model it is, its config.json tells (--hf-config DIR); known are {known}"
     )
     return (
-        f"the checkpoint holds a language model ({len(source.bases) - len(beside)} parameters) and other parts "
-        f"({counted(beside)}). The language model alone is written by --tower language. {why}"
+        f"the checkpoint holds a language model ({len(source.bases) - len(others)} parameters) and other parts "
+        f"({counted(others)}). The language model alone is written by --tower language. {why}"
     )
 
 
@@ -332,14 +332,14 @@ def _stored(folder: str) -> dict[str, Spec]:
 
 def without_others(source: ExportSource, language: Mapping[str, Value]) -> ExportSource:
     """The parameters of the language model alone, those of the other parts named as left out."""
-    beside = source.beside or ()
+    others = source.beside or ()
     note = (
-        f"the language model alone: {len(beside)} parameters of other parts are left out ({counted(beside)})"
+        f"the language model alone: {len(others)} parameters of other parts are left out ({counted(others)})"
     )
     return replace(
         source,
         bases=language,
-        dropped=(*source.dropped, *(f"{name}: of another part than the language model" for name in beside)),
+        dropped=(*source.dropped, *(f"{name}: of another part than the language model" for name in others)),
         notes=(*source.notes, note),
     )
 

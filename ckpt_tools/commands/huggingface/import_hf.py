@@ -188,7 +188,7 @@ def read_huggingface(opened: Opened, options: ImportOptions) -> tuple[Imported, 
     own = {key: Value(one.dtype, one.shape, (Source(key),)) for key, one in catalog.tensors.items()}
     prove_equal(opened.files, catalog, own, imported.equal)
     dropped = (
-        *(f"{key}: no content of its own" for key in imported.dropped),
+        *(f"{key}: redundant" for key in imported.dropped),
         *frequencies,
         *plain.dropped,
         *(f"{key}: of another tower than the language model" for key in read.left_out),
@@ -214,7 +214,7 @@ def _shared_head(
 
 
 def _known_family(config: Mapping[str, Any], options: ImportOptions) -> Family | None:
-    """The family by whose rules the tensors are named; None for a model of towers, or of a kind without rules."""
+    """The family with the rules for the tensors' names; None for a model of towers, or one without rules."""
     try:
         return family_of_config(config, families_with(options.rules, config))
     except MappingError:

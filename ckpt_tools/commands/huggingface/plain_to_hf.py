@@ -1,4 +1,4 @@
-"""A plain PyTorch state dict whose tensors have Hugging Face names already, as a Hugging Face directory.
+"""A plain PyTorch state dict with Hugging Face names as a Hugging Face directory.
 
 What a job saves that trains a model of transformers (FSDP2, accelerate, slime): nothing is translated, so there is no
 model in the middle. The way of the data::
@@ -52,7 +52,7 @@ _TYPES = ("dtype", "torch_dtype")  # what transformers 5 and 4 call the weights'
 
 
 def is_plain(opened: Opened) -> bool:
-    """Whether it is a state dict whose names are not Megatron's."""
+    """Whether it is a state dict without Megatron's names."""
     kinds = (
         "dcp",
         "fsdp_dtensor",
@@ -105,8 +105,8 @@ def _refuse_meaningless(options: ExportOptions) -> None:
     }
     if useless := [option for option, value in given.items() if value is not None]:
         raise UsageError(
-            f"{', '.join(useless)}: no meaning for a checkpoint with Hugging Face names, whose tensors are written "
-            "as they are"
+            f"{', '.join(useless)}: no meaning for a checkpoint with Hugging Face names: its tensors are written "
+            "unchanged"
         )
 
 
@@ -150,7 +150,7 @@ def _not_that_model(
     advice = "--ignore-keys GLOB leaves out what is not the model's."
     if not found:
         advice = (
-            "A program that has names of its own translates them itself (torchtitan: "
+            "A program with other names translates them itself (torchtitan: "
             "scripts/checkpoint_conversion/convert_to_hf.py)."
         )
     return MappingError(

@@ -131,7 +131,7 @@ def shifted_norms(
         f"{next(iter(offsets.values())):+g} was added to {len(offsets)} norms in float32 and rounded once: "
     )
     if not changed:
-        return data, [note + "every element can be told from the result"]
+        return data, [note + "every element can be recovered from the result"]
     worst = max(changed, key=lambda key: changed[key])
     return data, [
         f"{note}{sum(changed.values()):,} of {elements:,} elements lost bits, most of them ({changed[worst]:,}) in "

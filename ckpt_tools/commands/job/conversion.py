@@ -43,7 +43,7 @@ from ckpt_tools.model.without_gc import without_gc
 from ckpt_tools.sharding.topology import Topology
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all) as a conversion goes on."""
+"""Called with (bytes done, bytes in all) during a conversion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,9 +270,9 @@ def _plan(writer: Writer[AnyOptions], opened: Opened, options: AnyOptions, ranks
 
 def _complete(place: Output, conversion: Conversion) -> Output:
     """The output with its small files."""
-    beside = {**place.beside, **conversion.beside} if place.beside else {}
+    trackers = {**place.beside, **conversion.beside} if place.beside else {}
     is_dcp = conversion.to != "hf" and not conversion.copies_files
-    return replace(place, extra_files=conversion.extra_files, beside=beside, is_dcp=is_dcp)
+    return replace(place, extra_files=conversion.extra_files, beside=trackers, is_dcp=is_dcp)
 
 
 def prove_zeros(opened: Opened, conversion: Conversion) -> None:
@@ -307,7 +307,7 @@ def with_proven_masters(
 
 
 def not_compared(why: str) -> str:
-    """The note on stored weights whose masters are left out and cannot be asked."""
+    """The note that stored weights were not compared with their masters, which are left out."""
     return f"the weights were not compared with their masters: {why.splitlines()[0].rstrip(':')}"
 
 

@@ -160,7 +160,7 @@ def is_being_written(source: str, number: int | None) -> bool:
 
 
 def holds(source: str, output: str, number: int, kinds: tuple[CheckpointKind, ...]) -> bool:
-    """Whether the root `output` holds this iteration of `source`, of one of these kinds (none: of its own)."""
+    """Whether the root `output` holds this iteration of `source`, as one of these kinds (empty: the source's)."""
     try:
         return is_there(output, number, *(kinds or (locate(source, number).kind,)))
     except CkptError:

@@ -91,6 +91,6 @@ def warn_of_iteration(location: Location, common: CommonState) -> None:
     fix = number_fix(location, stored)
     warnings.warn(
         f"{location.path}: the folder says iteration {named}, the state in it {stored}. An output made of it "
-        f"gets the number {named} too, but a job that loads it goes on from iteration {stored}. Fix: {fix}.",
+        f"gets the number {named} too, but a job that loads it resumes from iteration {stored}. Fix: {fix}.",
         stacklevel=3,
     )

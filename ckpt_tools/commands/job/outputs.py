@@ -29,8 +29,8 @@ def choose_output(
 ) -> Output:
     """A run's root with `iter_%07d` and tracker, which a job finds by `--load`.
 
-    An output that is itself named as an iteration is one directory, and that of a source whose folder tells no
-    iteration. Without `tracker` the root's tracker is not changed.
+    The output is a single directory if it is itself named as an iteration, or if the source's folder has no iteration
+    number. Without `tracker` the root's tracker is not changed.
     """
     refuse_overlap(source, location, output)
     is_run = FORMATS[location.kind].is_run

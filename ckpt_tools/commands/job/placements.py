@@ -63,10 +63,10 @@ def lay_out(
     only: int | None = None,
     keep_order: bool = False,
 ) -> Plan:
-    """The plan of a target whose pieces go to the ranks of `layout`: as `core` says, or evenly where there is none.
+    """Plan which rank of `layout` writes each piece of a target: as `core` says, or evenly without `core`.
 
-    `only` names a rank whose file is planned alone; with `keep_order` tensors are not put into the order in which a
-    Megatron job reads them. Raises the errors of `build_plan`.
+    `only`: plan the file of this rank alone. `keep_order`: do not sort tensors into the order in which a Megatron job
+    reads them. Raises the errors of `build_plan`.
     """
     ranks = range(layout.ranks) if only is None else range(only, only + 1)
     if core is None:

@@ -1,4 +1,4 @@
-"""What the editing commands share: the conversion of a checkpoint to one whose tensors keep their chunks."""
+"""What the editing commands share: a conversion in which tensors keep their chunks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def rewrite(
         archives: of the target's objects.
         catalog: the source's with tensors added that stand inside its objects, or in other files.
         companions: what replaces the source's small files of the same name.
-        chunks_of: the stored tensor whose chunks and files one gets. Default: the one that it shows as a whole.
+        chunks_of: the stored tensor that gives a tensor its chunks and files. Default: the one that it shows whole.
         more: other fields of the conversion.
     """
     stored = catalog or opened.catalog

@@ -65,13 +65,13 @@ def load_dtensors(
         path: a `torch_dist` or `fsdp_dtensor` checkpoint or a plain state dict: root or iteration.
         mesh: all ranks of the job in order, its axes named as in `AXES`; one without names shards over all.
             Context-parallel ranks shard too: flatten them into `dp_shard`.
-        layout: whose placement: ``mfsdp-v1``, ``mfsdp-v2`` or ``fsdp2``.
+        layout: the placement: ``mfsdp-v1``, ``mfsdp-v2`` or ``fsdp2``.
         ep, etp: expert parallelism; experts stand on a mesh of their own, made from the same ranks.
         strategy, outer_strategy: see `Topology`.
         options: as for a conversion.
 
     Raises:
-        UsageError: torch is not installed; a mesh whose axes are not known, or a layout that is impossible on it.
+        UsageError: torch is not installed; a mesh with unknown axes, or a layout that is impossible on it.
         Otherwise the errors of `convert_to_fsdp_dtensor` up to its plan, and of reading.
     """
     require_torch("load_dtensors")
@@ -281,7 +281,7 @@ def attach_chunk(tensor: Any, box: Box) -> None:
 
 
 def to_torch(values: Any, dtype: str) -> torch.Tensor:
-    """A numpy array (see `casts.numpy_dtype`) as a tensor of the element type it stands for, without a copy."""
+    """A numpy array (see `casts.numpy_dtype`) as a tensor of element type `dtype`, without a copy."""
     import torch
 
     flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)

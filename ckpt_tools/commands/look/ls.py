@@ -193,7 +193,7 @@ def iteration_row(
     trust_pickle: bool,
     is_latest: bool = False,
 ) -> IterationRow:
-    """What the iteration at `path` is, whose files have these sizes."""
+    """What the iteration at `path` is; `sizes` are those of its files."""
     nbytes, files = sum(sizes.values()), len(sizes)
     try:
         with open_checkpoint(path, None, trust_pickle, with_common=False) as opened:

@@ -31,7 +31,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A kind of tensor: its cells by column. A heading stands out."""
+    """A kind of tensor: its cells by column. A heading is drawn in bold."""
 
     label: str
     cells: Mapping[str, Cell]
@@ -153,7 +153,7 @@ _SVG_STYLE = (
 
 
 _MOST_ROWS = 2000  # of the page's table
-_LEAST_LAYERS = 3  # of a row whose middle says something
+_LEAST_LAYERS = 3  # in a row, for its median to mean something
 _FACTOR = 3.0  # doublings away from the middle that have the full colour
 _STYLE = (
     ".many{display:grid;grid-template-columns:repeat(auto-fill,minmax(190px,1fr));gap:14px}"
@@ -207,7 +207,7 @@ def norms_html(found: CheckpointStatistics) -> str:
 
 
 def _page(title: str, body: str, columns: list[tuple[str, bool]], rows: list[list[str]], red: int) -> str:
-    """A page that ends with a table, whose first `red` rows are red and of which only so many rows are shown."""
+    """A page that ends with a table: the first `red` rows are red, at most `_MOST_ROWS` are shown."""
     shown = rows[:_MOST_ROWS]
     more = len(rows) - len(shown)
     end = f"<p>and {more:,} tensors more; --json has all.</p>" if more else ""

@@ -72,7 +72,7 @@ class StorageReader(TorchStorageReader):  # type: ignore[misc]  # torch is not r
 
     Args:
         path: a checkpoint of any kind: a run's root, an iteration directory, a Hugging Face folder.
-        to: whose keys: ``dcp`` or ``fsdp_dtensor``.
+        to: the format of the keys: ``dcp`` or ``fsdp_dtensor``.
         options: as for the conversion (`weights_only` and `dtype` for a start from weights, `iteration`, ...).
 
     Raises:

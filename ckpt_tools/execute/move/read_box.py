@@ -30,7 +30,7 @@ _ALIGNMENT = 64  # bytes: what a processor reads fastest
 
 
 class Run(NamedTuple):
-    """A part of a box whose elements lie one behind the other in a payload, in row-major order."""
+    """A part of a box that is contiguous in a payload, in row-major order."""
 
     box: Box  # relative to that box
     payload: Payload

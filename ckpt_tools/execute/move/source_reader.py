@@ -84,7 +84,7 @@ class SourceReader:
         self._spool: tempfile.TemporaryDirectory[str] | None = None
         self._payloads: OrderedDict[Item, Payload] = OrderedDict()
         self._lock = threading.Lock()
-        self._of_thread = threading.local()  # `requested`: items whose frames it has on their way
+        self._of_thread = threading.local()  # `requested`: items with frames already requested
         self.is_remote = has_stores(files)
 
     def close(self) -> None:
@@ -289,7 +289,7 @@ class Filler:
     ) -> None:
         """Write the elements of `box`, of element type `dtype`, to `out`; those that no transfer gives stay.
 
-        `box` has the coordinates of the transfers' boxes, whose zero is `origin` of tensor `key`; `out` has its shape
+        `box` has the coordinates of the transfers' boxes, with zero at `origin` of tensor `key`; `out` has its shape
         and the type `casts.raw_dtype(dtype)`.
         """
         for transfer in transfers:

@@ -47,7 +47,7 @@ class Access(NamedTuple):
 
 
 def access_of(folder: Path) -> Access:
-    """The permissions of a directory and of the files in it; the umask's where there is none."""
+    """The permissions of a directory and of the files in it; the umask's if it does not exist."""
     try:
         status = folder.stat()
         files = _common_bits(folder)

@@ -205,6 +205,6 @@ def _in_memory(fd: int) -> bool:
 
 
 def drop_cache(fd: int) -> None:
-    """Give the page cache of a file back, as far as it is written out; best effort."""
+    """Drop the pages of a file that are written out from the page cache; best effort."""
     with suppress(OSError):
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -110,7 +110,7 @@ class Folder:
             if status.st_nlink > 1:
                 raise self._foreign(name, "it has another name elsewhere (a hard link)")
             self._check_owner(name, status)
-            if flags & os.O_TRUNC:  # not before it is known whose it is
+            if flags & os.O_TRUNC:  # only after the owner is checked
                 os.ftruncate(fd, 0)
         except BaseException:
             os.close(fd)

@@ -41,10 +41,10 @@ def _describing(files: Files) -> list[str]:
 
 
 def file_stamps(files: Files, names: Sequence[str]) -> list[list[object]]:
-    """What tells each file from another that is put in its place.
+    """For each file, values that change if another file is put in its place.
 
-    Of a local file its length, both times in ns and its inode number: whoever puts another file in its place may
-    give it the same length and modification time. Of one in a store its length and version (ETag, generation).
+    Of a local file its length, both times in ns and its inode number: another file in its place may have the same
+    length and modification time. Of one in a store its length and version (ETag, generation).
     """
     if isinstance(files, JoinedFiles):
         return [

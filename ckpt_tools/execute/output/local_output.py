@@ -10,9 +10,9 @@ Everything is written under `<parent>/.<name>.ckpt_tools-partial/`::
 
 Rank 0 locks it, makes all files in full length and writes what the plan holds itself (blobs). Every rank writes its
 items, a run of neighbours, and notes each in its journal. Then rank 0 renames `checkpoint/` to `<parent>/<name>`. A
-process killed before that leaves the old state and a hidden partial directory; the next one cleans up or goes on from
-it. An error leaves the hidden directory if somebody can go on from it (storage, signals, defects), and removes it if
-not (damage, wrong masters).
+process killed before that leaves the old state and a hidden partial directory; the next one cleans up or resumes from
+it. An error leaves the hidden directory if a run can resume from it (storage, signals, defects), and removes it
+otherwise (damage, wrong masters).
 
 The name of the partial directory can be guessed, so somebody may have put something there: a link to a directory, a
 lock that is a link to a file. It is held open as a handle, belongs to this user alone (0700), and what is in it is
@@ -129,7 +129,7 @@ def _folders_of(files: Files) -> list[Path]:
 class LocalOutput:
     """See `JobOutput`."""
 
-    token = ""  # the lock says whose it is
+    token = ""  # the lock names the owner
 
     def __init__(self, job: WriteJob) -> None:
         self._job, self._plan = job, job.plan
@@ -218,7 +218,7 @@ class LocalOutput:
             return allocated(data)
 
     def _check_beside(self) -> None:
-        """Raise UsageError if a directory stands where a tracker goes."""
+        """Raise UsageError if a directory has the name of a tracker."""
         for name in self._job.output.beside:
             path = self.final.parent / name
             if path.is_dir() and not path.is_symlink():

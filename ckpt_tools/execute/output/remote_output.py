@@ -12,7 +12,7 @@ Objects appear whole or not at all (multipart uploads), so each is uploaded to i
 A checkpoint that is replaced stays until the new one is whole, which is made in a folder next to it
 (`.<name>.ckpt_tools-partial/`). Then the store itself copies that: the old `.metadata` is deleted first and the new
 one copied last, so that at no time a mix of old and new can be loaded. A process that is stopped meanwhile leaves the
-marker in the old place and all of the new one next to it: `--resume` goes on.
+marker in the old place and all of the new one next to it: `--resume` continues.
 
 A store has no locks. Of two runs with one output the last to write the marker has it; the other finds a foreign token
 when it looks, before and after each file and before `.metadata`, and stops without touching anything. What it may
@@ -96,7 +96,7 @@ class Marker:
         self._store.put(MARKER, json.dumps(header).encode())
 
     def read(self, present: Mapping[str, int | None] | None = None) -> dict[str, Any]:
-        """What the marker says; nothing when there is none. `present` may tell how long it is."""
+        """What the marker says; empty if there is no marker. `present` may have its length."""
         if ((present or {}).get(MARKER) or 0) > _MOST_BYTES:
             raise self._not_ours()
         try:

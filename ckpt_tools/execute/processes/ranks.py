@@ -7,8 +7,8 @@ processes of one machine (`team`) agree by the same steps, over pipes.
 
 Without a launcher's agent nobody reports a process that was killed or stopped. So every rank counts up a number at
 the store every two seconds from a separate thread. Rank 0 watches all numbers, the others that of rank 0 and the
-store itself. Silence is counted in own beats and not by the clock: when a whole job is suspended and goes on, nobody
-has missed anything.
+store itself. Silence is counted in own beats and not by the clock: when a whole job is suspended and resumed, no rank
+has missed a beat.
 
 `StopSignals` notes Ctrl-C and SIGTERM; loops ask it, so that neither interrupts cleaning up.
 """
@@ -374,7 +374,7 @@ def _first_host(nodes: str) -> str:
     return match[1] + (match[2] or "")
 
 
-_RESUMABLE = "nothing was published; --resume goes on from here"
+_RESUMABLE = "nothing was published; --resume continues from here"
 
 
 class StopSignals:

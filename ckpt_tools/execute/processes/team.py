@@ -128,7 +128,7 @@ def forked(workers: int, allow_fewer: bool = False) -> Iterator[WorkerRanks]:
         try:
             ranks = _fork(workers, processes, pipes, allow_fewer)
             if ranks.rank:
-                with suppress(BaseException):  # told to rank 0 by `together`, or met there as a closed pipe
+                with suppress(BaseException):  # `together` reports it, or rank 0 finds a closed pipe
                     ranks.wait_for_all()
                     yield ranks
                 os._exit(0)
@@ -166,7 +166,7 @@ def _fork(workers: int, processes: list[int], pipes: ExitStack, allow_fewer: boo
         if pid == 0:
             for line in (*lines, ours):  # or nobody would notice that rank 0 has closed them
                 line.close()
-            return WorkerRanks(rank, 0, [theirs], [])  # of how many is told when all are there
+            return WorkerRanks(rank, 0, [theirs], [])  # `wait_for_all` gets the number of ranks
         theirs.close()
         lines.append(pipes.enter_context(ours))
         processes.append(pid)
@@ -213,14 +213,14 @@ class WorkerRanks(SeveralRanks):
     def _collect(self, own: Outcome, all_need_it: bool) -> list[Outcome]:
         """Rank 0's part of the end of a step: wait for all, stop the others when one has failed, tell all.
 
-        Of a step that went well and whose results nobody else needs, only that it did.
+        If the step succeeded and no other rank needs its results, only its success is sent.
         """
         self._outcomes[0] = own
-        has_told = False
+        has_stopped_others = False
         while True:
-            if not has_told and any("error" in outcome for outcome in self._outcomes.values()):
+            if not has_stopped_others and any("error" in outcome for outcome in self._outcomes.values()):
                 self._send(_STOP)
-                has_told = True
+                has_stopped_others = True
             if len(self._outcomes) == self.world:
                 break
             self._receive(_WATCH_SECONDS)
@@ -230,7 +230,7 @@ class WorkerRanks(SeveralRanks):
             except CkptError as error:
                 self._outcomes[0] = {"error": serialize_error(error)}
         outcomes = [self._outcomes[rank] for rank in range(self.world)]
-        self._send(outcomes if all_need_it or has_told else [])
+        self._send(outcomes if all_need_it or has_stopped_others else [])
         self._outcomes = {}
         return outcomes
 
@@ -469,7 +469,7 @@ def _by_threads(
     reads: Reads[Job] | None,
     ahead_bytes: int,
 ) -> tuple[dict[int, Result], dict[int, BaseException]]:
-    """`work` of the jobs whose numbers threads take from `taken`, by number; and what some have raised.
+    """`work` of the jobs that threads take from `taken`, by number; and the errors that jobs have raised.
 
     `empty` is called when one has. Jobs are taken in order, so that all before the first that fails are
     done.

@@ -26,7 +26,7 @@ _WATCH_SECONDS = 0.1
 
 
 class _StoppedError(CkptError):
-    """Ends a thread whose work is no longer wanted; a request to a store is not repeated for it."""
+    """Ends a thread when its work is no longer wanted; requests to a store are not retried after it."""
 
 
 class WorkerThreads:

@@ -115,8 +115,8 @@ def in_step(seen: Sequence[Seen], box: Box) -> Iterator[tuple[Array, ...]]:
     with suppress(CkptError):
         runs = [one.reader.runs(one.tensor, box) for one in seen]
         boxes = [[run.box for run in side] for side in runs]
-        cut_alike = all(side == boxes[0] for side in boxes)
-        if all(boxes) and (cut_alike or all(is_run(b, box.size) for side in boxes for b in side)):
+        same_cuts = all(side == boxes[0] for side in boxes)
+        if all(boxes) and (same_cuts or all(is_run(b, box.size) for side in boxes for b in side)):
             yield from _by_runs(runs, [raw_dtype(one.tensor.dtype) for one in seen])
             return
         reads = [one.reader.regions(one.tensor, box) for one in seen]
@@ -281,8 +281,8 @@ def compare_all_masters(
 ) -> tuple[MastersReport, list[str]]:
     """`compare_masters` of every element, shared by as many workers as help; called where none are.
 
-    `rounded` are pairs of items, with the same elements in the same order, whose masters are known to round to their
-    weights: what they make up is not read again.
+    `rounded` are pairs of items with the same elements in the same order: masters that are known to round to their
+    weights. Targets that consist of them are not read again.
     """
     left, known = list[TargetTensor](), 0
     for target in targets:
@@ -488,7 +488,7 @@ class _Comparison:
         return chain.from_iterable(reads(box) for reads in self._reads)
 
     def difference(self, box: Box) -> str | None:
-        """The first element of `box` whose master does not round to its weight; any NaN equals any other."""
+        """The first element of `box` with a master that does not round to its weight; all NaNs are equal."""
         masters, weights = self.masters(box), self.weights(box)
         different = rounding_mismatch(masters, self.target.dtype, weights, self.dtype)
         if not different.any():

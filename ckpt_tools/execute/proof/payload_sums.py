@@ -159,10 +159,10 @@ def check(key: str, stored: Stored, found: int) -> None:
 
 
 def damage(key: str, stored: Stored, found: int) -> str:
-    """What to say of a record whose bytes have the CRC-32 `found`."""
+    """The message for a record with the wrong CRC-32 `found`."""
     item, start, nbytes, expected = stored
     return (
         f"{key}: the payload of the item at byte {item.offset} of {item.file} has another checksum than its archive "
         f"says: bytes {start}..{start + nbytes} have CRC-32 {found:08x}, their writer stored {expected:08x}, so bits "
-        "have changed since. Copy the checkpoint again; `--check-source none` takes it over with the damage."
+        "have changed since. Copy the checkpoint again; `--check-source none` copies it with the damage."
     )

@@ -3,8 +3,8 @@
 A job takes each from its own place: the iteration from `iteration`, the place in the data from
 `args.consumed_train_samples`, the learning rate from the schedule's `num_steps` (samples), Adam's bias correction
 from the `step` of groups, or of parameters (Megatron-LM training/checkpointing.py `load_checkpoint`,
-optimizer_param_scheduler.py, optimizer/distrib_optimizer.py). So a job goes on whatever they say, and what
-contradicts is found here only.
+optimizer_param_scheduler.py, optimizer/distrib_optimizer.py). So a job continues whatever they say, and only this
+check finds contradictions.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _samples(files: Files, catalog: Catalog, common: CommonState, trust_pickle: 
 def _stored_steps(
     files: Files, catalog: Catalog, common: CommonState, trust_pickle: bool, found: Findings
 ) -> dict[str, Any]:
-    """Every stored step: a group's, or beside the states of a parameter, where torch's Adam keeps it."""
+    """Every stored step: a group's, or a parameter's next to its other states, as torch's Adam stores it."""
     if common.of_torch_dist:
         groups = enumerate(stored_groups(files, catalog, common))
         steps = {f"optimizer.param_groups.{number}": group.get(STEP) for number, group in groups}

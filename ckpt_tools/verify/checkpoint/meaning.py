@@ -315,7 +315,7 @@ def check_packing(files: Files, catalog: Catalog, common: CommonState) -> Check:
         for name in packed[:1]:
             found.warning(
                 name,
-                "nothing tells for which tensor parallel size its rows are; for any other they mean other values",
+                "the tensor parallel size of its row order is not recorded; any other size gives other values",
             )
         return found.done()
     for name in packed:

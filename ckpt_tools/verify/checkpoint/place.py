@@ -22,7 +22,7 @@ from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.verify.report import Check, Findings
 
 PARTIAL_SUFFIX = ".ckpt_tools-partial"
-_JUDGED = 4  # newer iterations whose metadata is read to say what is wrong with them; of more, none is
+_JUDGED = 4  # most newer iterations to check for damage; if there are more, none is checked
 _BACKENDS = ("sharded_backend", "sharded_backend_version", "common_backend", "common_backend_version")
 
 
@@ -74,7 +74,7 @@ def check_place(
 
 
 def number_fix(location: Location, stored: int) -> str:
-    """What to do about a folder whose number is not the iteration stored in it."""
+    """How to fix a folder number that differs from the stored iteration."""
     name = f"iter_{stored:07d}"
     if location.root is not None and name in open_files(location.root).list():
         return f"find out which of the two is iteration {stored}: there is a folder {name} already"

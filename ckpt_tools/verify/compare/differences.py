@@ -51,7 +51,7 @@ def weight_behind(tensor: AnyTensor) -> TargetTensor | None:
 
 
 def has_weights(pair: Sequence[AnyTensor]) -> bool:
-    """Whether a side stores weights beside the masters that are compared."""
+    """Whether a side stores weights next to the masters that are compared."""
     return any(weight_behind(tensor) is not None for tensor in pair)
 
 
@@ -82,7 +82,7 @@ class WeightsComparison:
         return self._comparison.found
 
     def add(self, tile: Box, masters: Sequence[Array]) -> int:
-        """Compare a tile whose masters were read already, as raw bits; the bytes of weights that were read."""
+        """Compare a tile, with masters already read as raw bits; return the bytes of weights that were read."""
         numbers = [m.view(numpy_dtype(dtype)) for m, dtype in zip(masters, self._masters, strict=True)]
         weights = [None if read is None else read(tile) for read in self._read]
         first, second = weights
@@ -125,7 +125,7 @@ class Side:
     tensors: Mapping[str, TargetTensor | InlineTensor]
     objects: Mapping[str, object]  # values, or `ObjectEntry`s still to be read
     trust_pickle: bool = False
-    fp8_recipe: str | None = None  # of a side whose weights may be held in FP8 (`ModelSettings.fp8_recipe`)
+    fp8_recipe: str | None = None  # if weights may be held in FP8 (`ModelSettings.fp8_recipe`)
 
     def value(self, name: str) -> object:
         """The Python value under a name."""
@@ -205,7 +205,7 @@ def comparing(
     """Give the block a function that returns what there is of every chosen tensor of either side.
 
     Other processes have begun to compare when the block does. `tick` gets the bytes read. Weights that a side
-    stores beside the masters that are compared have a row of their own behind all others, of the same name.
+    stores next to the masters that are compared get separate rows of the same name, after all others.
 
     Raises (the function):
         CkptError: a tensor cannot be read.
@@ -234,7 +234,9 @@ def comparing(
                 count(weights.add(tile, tiles))
         return comparison.found, Extremes() if weights is None else weights.found
 
-    beside = [[weight_behind(t) if n in behind else None for n, t in enumerate(side)] for side in sides]
+    weights_behind = [
+        [weight_behind(t) if n in behind else None for n, t in enumerate(side)] for side in sides
+    ]
     parts = parts_of(sides[0])
 
     def rows(found: Sequence[tuple[Extremes, Extremes]]) -> tuple[TensorDiff, ...]:
@@ -262,7 +264,9 @@ def comparing(
                 threads=options.threads,
                 workers=options.workers,
                 tick=tick,
-                reads=part_reads(*zip(readers, sides, strict=True), *zip(readers, beside, strict=True)),
+                reads=part_reads(
+                    *zip(readers, sides, strict=True), *zip(readers, weights_behind, strict=True)
+                ),
             )
         )
         yield lambda: rows(results())
@@ -328,7 +332,7 @@ def _weight_rows(
 
 
 def _proven_as_fp8(a: Side, b: Side, pairs: Sequence[Pair], options: DiffOptions) -> set[str]:
-    """The names of weights that belong to the masters beside them, some of them by a scale of FP8.
+    """The names of weights that match the masters next to them, some of them by a scale of FP8.
 
     Where those masters are not the other side's, the masters' own row says so.
     """

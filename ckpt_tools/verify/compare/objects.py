@@ -27,7 +27,7 @@ _TOO_DEEP = "nested too deeply to compare"
 
 
 class ValueDiff(NamedTuple):
-    """A Python value, or a part of one, that is not the same; None stands for an absent one."""
+    """A Python value, or a part of one, that differs; None: absent."""
 
     name: str
     a: str | None

@@ -1,8 +1,8 @@
 """Are the stored bytes the ones that were written, and are they numbers: one pass over every item.
 
 Every record of every archive is summed and compared with the CRC-32 its writer stored, also of the archives that
-are a file of their own (`common.pt`); the same pass counts NaNs and infinities, and holds masters against weights
-that are stored alike. Memory is one buffer a thread.
+are a file of their own (`common.pt`); the same pass counts NaNs and infinities, and compares masters with weights
+that are stored in the same chunks. Memory is one buffer a thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ckpt_tools.verify.report import Check, Findings
 
 BUFFER_BYTES = 512 << 10  # a multiple of every element size, and looked at before it leaves the cache
 _BESIDE_ELEMS = 1 << 16  # of masters and of weights: with what is made of them they take as much
-_HELD_BYTES = 64 << 10  # of an item whose records are not read one by one
+_HELD_BYTES = 64 << 10  # largest item that is read at once, not record by record
 
 
 class Job(NamedTuple):
@@ -60,14 +60,14 @@ class Job(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """What a job has found: records whose checksums were compared, or that have none, and what is wrong."""
+    """What a job has found: records with compared checksums, records without one, and problems."""
 
     census: Census
     compared: int = 0
     without: int = 0
     problems: tuple[str, ...] = ()
     part: tuple[UsualItem, int] | None = None  # the payload that a part was read of, and the part's CRC-32
-    rounds: bool = False  # masters that were read beside their weights: whether all of them round to those
+    rounds: bool = False  # masters that were read with their weights: whether all round to them
 
 
 def changed(name: str, item: Item, stretch: Stretch | UsualItem, found: int) -> str:
@@ -161,7 +161,7 @@ def _reader_of(files: Files, item: Item) -> _Reader:
 def _look(
     reader: _Reader, stretch: Stretch, buffer: Array, tick: Tick, census: Census, dtype: str | None
 ) -> int:
-    """CRC-32 of a stretch of a file, whose elements, if they have a type, are counted in the census."""
+    """CRC-32 of a byte range of a file; with a `dtype` its elements are counted in the census."""
     found = 0
     for at in range(0, stretch.nbytes, len(buffer)):
         part = buffer[: min(len(buffer), stretch.nbytes - at)]
@@ -216,7 +216,7 @@ def _stretches(
 
 
 _PART_BYTES = 32 << 20  # of a payload, read by one thread
-_PAYLOADS = 1024  # whose places are kept: of long tensors several parts are read, about at one time
+_PAYLOADS = 1024  # most cached payload places: parts of a long tensor are read at about the same time
 
 
 Work: TypeAlias = tuple[Job] | tuple[Job, Job]
@@ -231,7 +231,7 @@ class Scanned(NamedTuple):
 
 
 class _Buffers(threading.local):
-    """What a thread reads into, and the items whose frames are read ahead already."""
+    """The buffer of a thread, and the items with frames already read ahead."""
 
     def __init__(self) -> None:
         self.array = np.empty(BUFFER_BYTES, np.uint8)
@@ -251,8 +251,8 @@ def scanning(
 ) -> Iterator[Callable[[], Scanned]]:
     """Give the block a function that returns what was found.
 
-    Other processes have begun to read when the block does. `tick` gets the bytes read. `pairs` says which items
-    of fp32 masters are read beside which items of bf16 weights.
+    Other processes have begun to read when the block does. `tick` gets the bytes read. `pairs` maps items
+    of fp32 masters to the items of bf16 weights that are read with them.
     """
     buffers = _Buffers()
 
@@ -307,9 +307,9 @@ def _scanned(
     found: Sequence[tuple[Scan, ...]],
     allow_nonfinite: bool,
 ) -> Scanned:
-    beside = [(work, scans[0]) for work, scans in zip(works, found, strict=True) if len(work) == 2]
-    wrong = {work[0].item for work, scan in beside if not scan.rounds}
-    rounded = frozenset((m.item, w.item) for (m, w), _ in beside if m.item not in wrong)
+    masters = [(work, scans[0]) for work, scans in zip(works, found, strict=True) if len(work) == 2]
+    wrong = {work[0].item for work, scan in masters if not scan.rounds}
+    rounded = frozenset((m.item, w.item) for (m, w), _ in masters if m.item not in wrong)
     scans = sorted(zip(chain(*works), chain(*found), strict=True), key=lambda one: one[0].item)
     return Scanned(_checks(files, catalog, _by_item(scans), allow_nonfinite), rounded)
 
@@ -372,7 +372,7 @@ def _jobs(files: Files, catalog: Catalog, halved: Collection[Item]) -> Iterator[
 
 
 def _archive_files(files: Files) -> Iterator[Job]:
-    """The files that `torch.save` wrote beside the items: the common state, Bridge's progress."""
+    """The files that `torch.save` wrote next to the items: the common state, Bridge's progress."""
     for name in files.list():
         if name.endswith(".pt"):
             yield Job(whole_file(files, name), name, name)
@@ -403,7 +403,7 @@ def _joined(parts: Sequence[tuple[Job, Scan]]) -> Scan:
 
 
 def _reads(files: Files, job: Job, framed: set[Item]) -> Iterator[Range]:
-    """What a job reads of a store, where its item is of the usual form; `framed`: whose frame was read already."""
+    """What a job reads of a store if its item has the usual form; `framed`: items with frames already read."""
     item, start = job.item, job.item.offset
     if job.dtype is None:
         yield from store_ranges(files, item.file, start, start + item.length)
@@ -433,7 +433,7 @@ def _payload_of(files: Files, item: Item, dtype: str | None, shape: tuple[int, .
 
 
 def master_pairs(catalog: Catalog) -> dict[Item, Item]:
-    """The item of each fp32 master chunk whose bf16 weight has a chunk of the same place, to that chunk's item.
+    """Map the item of each fp32 master chunk to that of the bf16 weight's chunk at the same place, if any.
 
     Names and boxes alone are looked at. Whether the two must round to each other is for the model to say.
     """

@@ -1,7 +1,7 @@
 """What values are like: NaNs and infinities, counted from raw bits of any element type; sums, extremes, changes.
 
-`verify --content`, `print-tensor --stats` and `stats` count here and nowhere else. A long tensor is split in parts
-whose sums are joined in their order: the result does not depend on how many threads and processes there are. Memory
+`verify --content`, `print-tensor --stats` and `stats` count here and nowhere else. A long tensor is split in parts,
+and their sums are joined in order: the result does not depend on how many threads and processes there are. Memory
 is a tile a thread and a handful of numbers a part.
 """
 
@@ -49,7 +49,7 @@ _COMPLEX = {"complex64": "float32", "complex128": "float64"}
 _ROUNDED = ("int64", "uint64")  # different ones beyond 2**53 may be one double
 _BLOCK = 1 << 15  # elements looked at at a time: their doubles stay in the processor's cache
 _MOST_CODES = 1 << 16
-_COUNTED = 1 << 17  # elements whose codes are counted at a time
+_COUNTED = 1 << 17  # elements to count by code at a time
 _EXPONENTS = 2048  # of a double
 
 
@@ -135,8 +135,8 @@ class Statistics:
     def add(self, raw: Array, dtype: str) -> None:
         """Count a tile of raw bits of element type `dtype`.
 
-        Where a histogram is wanted of many short elements, their codes are counted, and the sums are taken over the
-        codes: one look at each element.
+        For a histogram of many short elements their codes are counted, and sums are computed over the codes: each
+        element is read once.
         """
         flat = np.ascontiguousarray(raw).reshape(-1)
         codes = 1 << 8 * flat.itemsize
@@ -203,7 +203,7 @@ class Statistics:
 
     @property
     def rms(self) -> float | None:
-        """Their root mean square; None where there is none."""
+        """Root mean square of the finite elements; None without any."""
         return math.sqrt(self.squares / self.finite) if self.finite else None
 
     def summary(self) -> dict[str, float | int | None]:

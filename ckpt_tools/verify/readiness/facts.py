@@ -37,7 +37,7 @@ class Stored:
 
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by name without wrappers
     rows: int | None = None  # of the word embeddings
-    output_layer: bool | None = None  # a matrix of its own: embeddings are not tied
+    output_layer: bool | None = None  # a separate matrix: embeddings are not tied
     gated: bool | None = None  # fc1 is in halves
     sequential_experts: bool | None = None
     local_norms: bool | None = None  # norms are modules of their own, not part of the projection behind them
@@ -95,7 +95,7 @@ class Facts:
     sizes: Mapping[str, int] = field(default_factory=dict)  # and its other sizes, by the name of the axis
     by_bridge: bool = False  # Megatron-Bridge wrote the checkpoint that was converted
     target: str | None = None  # the program that the conversion wrote names for
-    has_args: bool = True  # False: Bridge's configuration stands in for Megatron-LM's arguments
+    has_args: bool = True  # False: Bridge's configuration replaces Megatron-LM's arguments
     tokens: int | None = None  # of the vocabulary, without padding
     schedule: Mapping[str, Any] = field(default_factory=dict)  # stored state of the learning-rate schedule
 

@@ -70,7 +70,7 @@ def flags_named(version: str) -> dict[str, tuple[Flag, ...]]:
 
 
 def versions_with(option: str) -> tuple[str, ...]:
-    """The versions whose parser knows a flag."""
+    """The versions with a parser that knows a flag."""
     return tuple(version for version in _table()["versions"] if is_flag(option, version))
 
 
@@ -303,7 +303,7 @@ def command_words(words: Sequence[str]) -> list[str]:
 def parse_command(words: Sequence[str], program: str = MAIN) -> Job:
     """The job that a command line starts: `NAME=VALUE ... program.py --flag value ...`, or the flags alone.
 
-    What stands before a `.py` file, or a module after `-m`, belongs to the launcher and is ignored, but for the
+    What precedes a `.py` file, or a module after `-m`, belongs to the launcher and is ignored, but for the
     environment and the number of GPUs.
     """
     at = _script_at(words, program)
@@ -349,7 +349,7 @@ def _sizes(words: Sequence[str]) -> dict[str, str]:
 
 
 def _script_at(words: Sequence[str], program: str) -> int | None:
-    """Where the training program stands: the last script before the first flag, for a value may end in `.py` too."""
+    """Index of the training program: the last script before the first flag, as a value may end in `.py` too."""
     flags = (
         i for i, word in enumerate(words) if program != BRIDGE and is_flag(word.partition("=")[0], program)
     )

@@ -274,7 +274,7 @@ def decoder_layers(names: Iterable[str]) -> int:
 
 
 def gated_delta_nets(names: Iterable[str]) -> set[int]:
-    """The decoder layers whose attention is a gated delta net."""
+    """The decoder layers with a gated delta net as attention."""
     return _layers(names, "self_attention.A_log")
 
 
@@ -292,14 +292,14 @@ def expert_layers(f: Facts) -> str | None:
 
 
 def _modules(f: Facts) -> str | None:
-    """Modules of transformers beside the language model, which Megatron-Bridge's models alone have."""
+    """Modules of transformers next to the language model, which only Megatron-Bridge's models have."""
     parts = {name.partition(".")[0] for name in f.stored.shapes}
     if (
         "language_model" not in parts or "vision_projection" in parts
     ):  # the latter is Megatron-LM's own LLaVAModel
         return None
     others = sorted(parts - {"language_model"})
-    return f"the checkpoint holds {', '.join(others)} beside its language model" if others else None
+    return f"the checkpoint holds {', '.join(others)} next to its language model" if others else None
 
 
 _CONVERT = "convert with --layer-spec, --experts or --swiglu as the job has it, or change the job"
@@ -352,7 +352,7 @@ def _is_known(shapes: Mapping[str, tuple[int, ...]], settings: Mapping[str, Any]
 
 def _of_bridge(model: Mapping[str, Any]) -> dict[str, Any]:
     """The sizes in a Bridge configuration under the names that Megatron's arguments have."""
-    swiglu = settings_of(model, bridge=True).swiglu  # the one gate whose halves may be stored apart
+    swiglu = settings_of(model, bridge=True).swiglu  # the only gate that may be stored in separate halves
     found = {"num_experts": model.get("num_moe_experts"), "swiglu": swiglu, **model}
     found["group_query_attention"] = found.get("num_query_groups") is not None
     return {name: value for name, value in found.items() if value is not None or name in _DERIVED}

@@ -122,7 +122,7 @@ def _weight_shards(f: Facts) -> str | None:
 _V2_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 _V2_SWITCHES = (
     "use_distributed_optimizer",
-    "swiglu", "mla_down_proj_fusion",  # whose fused tensors the checkpoint code takes apart by what only v1 has
+    "swiglu", "mla_down_proj_fusion",  # the checkpoint code splits their fused tensors with attributes of v1 only
 )  # fmt: skip
 
 
@@ -293,7 +293,7 @@ JOB_RULES = (
          "--global-batch-size a multiple, a smaller --micro-batch-size, or fewer GPUs",
          "core/num_microbatches_calculator.py", _ALL),
     Rule("batch-before", WARNING, _batch_before, "another global batch trains otherwise at the same learning rate",
-         "--global-batch-size as it is meant", _ARGUMENTS, _ALL),
+         "--global-batch-size as intended", _ARGUMENTS, _ALL),
 )  # fmt: skip
 
 
@@ -324,7 +324,7 @@ def _multiple(f: Facts, settings: Mapping[str, Any], tp: int | None = None) -> i
 
 
 def _pads(f: Facts, settings: Mapping[str, Any]) -> bool:
-    """Whether the job pads its table: Megatron-LM unless told not to, Bridge when the size is its tokenizer's."""
+    """Whether the job pads its table: Megatron-LM unless switched off, Bridge when the size is its tokenizer's."""
     name = "should_pad_vocab" if f.job.is_bridge else "pad_vocab_size"
     silent = not f.job.is_bridge or settings.get("vocab_size") is None
     return settings.get(name, f.args.get(name, silent)) is not False
@@ -373,7 +373,7 @@ def _packed(f: Facts) -> str | None:
 def _packed_unknown(f: Facts) -> str | None:
     if not f.packed or f.tp_of_packed is not None:
         return None
-    return f"nothing tells for which tensor parallel size {f.packed[0]} is arranged"
+    return f"the tensor parallel size of the row order of {f.packed[0]} is not recorded"
 
 
 def _dialect(f: Facts) -> str | None:
@@ -481,7 +481,7 @@ RULES = (
          else "convert CHECKPOINT CONVERTED", _LOADED, on_job=False),
     *JOB_RULES,
     Rule("stored-arguments", ERROR, lambda f: None if f.has_args else "the entry args is missing",
-         "Megatron-LM reads those of the run before, whatever it is told",
+         "Megatron-LM reads those of the run before, whatever its flags say",
          "run Megatron-Bridge (--target bridge), or convert a checkpoint of Megatron-LM", _LOADED, VERSIONS),
     Rule("architecture", ERROR, _architecture, "the loader compares these with the stored args and stops",
          "use the checkpoint's values, or --finetune", "training/checkpointing.py check_checkpoint_args"),
