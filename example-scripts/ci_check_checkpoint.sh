@@ -3,12 +3,12 @@
 #
 #   CHECKPOINT=s3://bucket/run1_fsdp BASELINE=s3://bucket/run1 example-scripts/ci_check_checkpoint.sh
 #
-# Exit code: 0 all well, 1 a finding, others as in the README (3 not a checkpoint, 4 corrupt, 7 storage ...).
+# Exit code: 0 all well, 1 a finding, others as in .github/docs/messages.md (3 not a checkpoint, 4 corrupt, 7 storage ...).
 # Settings, each from the environment:
 #
 #   CHECKPOINT    checkpoint to check (required)
 #   BASELINE      checkpoint that it must equal, in any format  [none]
-#   VERIFY_ARGS   e.g. "--content" to read every byte
+#   VERIFY_ARGS   "" to read no payload, only headers  [--content: read and check every byte]
 #   DIFF_ARGS     e.g. "--ignore args* --ulp 1"
 #   RESULTS       folder for verify.json, verify.xml (JUnit), diff.json and summary.md  [checkpoint-check]
 #   INSPECTOR     the program  [checkpoint-inspector]
@@ -17,7 +17,7 @@ set -euo pipefail
 [[ -n ${CHECKPOINT:-} ]] || { echo "set CHECKPOINT to the checkpoint to check" >&2 && exit 2; } # 1 is a finding
 RESULTS=${RESULTS:-checkpoint-check}
 read -r -a inspector <<<"${INSPECTOR:-checkpoint-inspector}"
-read -r -a verify_args <<<"${VERIFY_ARGS:-}"
+read -r -a verify_args <<<"${VERIFY_ARGS---content}"
 read -r -a diff_args <<<"${DIFF_ARGS:-}"
 mkdir -p "$RESULTS"
 summary=$RESULTS/summary.md

@@ -13,8 +13,8 @@ if len(sys.argv) < 4:
 run, before, after = sys.argv[1:]
 print({row.name: row.state for row in list_run(run).iterations})
 found = checkpoint_statistics(before)
-sick = [t.named.title for t in found.sick()]
-print(", ".join(sick) if sick else f"no NaN in {len(found.tensors)} tensors")
+bad = [t.named.title for t in found.nonfinite()]
+print(", ".join(bad) if bad else f"no NaN in {len(found.tensors)} tensors")
 for (layer, role), change in (
     checkpoint_change(before, after, StatsOptions(roles=("master",))).layers().items()
 ):

@@ -43,13 +43,22 @@ for folder in "$INPUT"/iter_*; do
 done
 ((${#numbers[@]} > 0)) || { echo "$INPUT holds no iteration" >&2 && exit 3; }
 mapfile -t numbers < <(printf '%s\n' "${numbers[@]}" | sort -n)
+latest=${numbers[-1]}
+if [[ -e $INPUT/latest_checkpointed_iteration.txt ]]; then
+    latest=$(<"$INPUT/latest_checkpointed_iteration.txt")
+fi
 
 result=0
 first=$((SLURM_ARRAY_TASK_ID - ${SLURM_ARRAY_TASK_MIN:-0}))
 for ((i = first; i < ${#numbers[@]}; i += ${SLURM_ARRAY_TASK_COUNT:-1})); do
     number=${numbers[i]}
+    words=("$INPUT" "$OUTPUT" --iteration "$number") # the output's tracker is to name the run's latest
+    if [[ $number != "$latest" ]]; then
+        name=$(printf 'iter_%07d' "$number")
+        words=("$INPUT/$name" "$OUTPUT/$name")
+    fi
     echo "$(date -Is) iteration $number"
-    "$PYTHON" -m ckpt_tools convert "$INPUT" "$OUTPUT" --iteration "$number" --resume --quiet "${extra[@]}" &
+    "$PYTHON" -m ckpt_tools convert "${words[@]}" --resume --quiet "${extra[@]}" &
     convert=$!
     code=0
     wait "$convert" || code=$?

@@ -54,6 +54,8 @@ def test_an_iteration_gets_a_root_by_which_a_job_finds_it(command, tmp_path, cap
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "2"
     assert run([verb, *sources, str(tmp_path / "iter_0000007"), *words]) == 0  # who names it so has a root
     assert (tmp_path / "iter_0000007" / ".metadata").exists()
+    assert run([verb, *[str(LLAMA)] * len(sources), str(tmp_path / "iter_0000008"), *words]) == 0
+    assert (tmp_path / "iter_0000008" / ".metadata").exists()
     assert run([verb, *sources, str(tmp_path / "iter_0000007" / ".." / "run" / ITERATION), *words]) == 2
 
 
@@ -73,6 +75,7 @@ def test_all_iterations_of_a_root(source, tmp_path):
         "latest_checkpointed_iteration.txt",
     ]
     assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert convert(source, tmp_path / "iter_0000009", "--iteration", "all") == 2
     assert convert(source, tmp_path / "other", "--iteration", "7") == 0
     assert (tmp_path / "other" / "latest_checkpointed_iteration.txt").read_text() == "7"
 

@@ -214,7 +214,7 @@ def test_what_bridge_keeps_beside_a_checkpoint_is_listed(tmp_path: Path) -> None
 READERS = ("verify", "inspect", "stats", "plan", "preflight", "diff")
 
 
-@pytest.mark.parametrize("command", [["convert"], ["strip"], ["slice", "--layers", "0:1"], ["average"],
+@pytest.mark.parametrize("command", [["convert", "-v"], ["strip"], ["slice", "--layers", "0:1"], ["average"],
                                      ["modify-state-dict", "--op", "remove rng_state.*"],
                                      *([name] for name in READERS)])  # fmt: skip
 def test_every_command_says_so(

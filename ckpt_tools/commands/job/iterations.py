@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from ckpt_tools.commands.job.outputs import is_root
+from ckpt_tools.commands.job.outputs import is_iteration, is_root
 from ckpt_tools.errors import CkptError, Interrupted, Terminated, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.processes.ranks import connect
 from ckpt_tools.formats.dcp.metadata_read import METADATA
@@ -67,10 +67,12 @@ def convert_iterations(
     `kinds` is empty for what stays of the source's kind. `convert` takes the number of an iteration (None: the
     latest) and whether the output's tracker is to name it then.
 
-    The source's latest comes last; the output's tracker goes forward only, so it ends on the highest. With several
-    processes the first failure ends the run: they could not agree on going on.
+    The source's latest comes last; the output's tracker, which goes forward only, names none that is beyond it. With
+    several processes the first failure ends the run: they could not agree on going on.
     """
     numbers, latest = all_iterations(source)
+    if is_iteration(output):
+        raise UsageError(f"--iteration all: {output} is named as one iteration; give the root of a run")
     present = (
         set() if overwrite else {n for n in numbers if n is not None and holds(source, output, n, kinds)}
     )
@@ -80,7 +82,8 @@ def convert_iterations(
             outcomes.append(Outcome(number))
             continue
         try:
-            outcomes.append(Outcome(number, convert(number, latest not in present)))
+            is_beyond = number != latest and (number is None or latest is None or number > latest)
+            outcomes.append(Outcome(number, convert(number, latest not in present and not is_beyond)))
         except (Interrupted, Terminated):
             raise
         except CkptError as error:

@@ -29,14 +29,13 @@ def choose_output(
 ) -> Output:
     """A run's root with `iter_%07d` and tracker, which a job finds by `--load`.
 
-    The output is a single directory if it is itself named as an iteration, or if the source's folder has no iteration
-    number. Without `tracker` the root's tracker is not changed.
+    The output is a single directory if it is itself named as an iteration, or if the source is a folder without an
+    iteration number. Without `tracker` the root's tracker is not changed.
     """
     refuse_overlap(source, location, output)
     is_run = FORMATS[location.kind].is_run
     is_numbered = location.is_release or location.iteration is not None
-    name = str(output_directory(output)).rstrip("/").rpartition("/")[2]
-    if not is_root(source, location) and (not is_run or not is_numbered or _ITERATION.fullmatch(name)):
+    if not is_root(source, location) and not (is_run and is_numbered):
         return Output(output_directory(output), overwrite=overwrite, resume=resume)
     iteration = None if location.is_release else location.iteration
     return in_root(output, iteration, overwrite, resume, tracker)
@@ -45,7 +44,9 @@ def choose_output(
 def in_root(
     output: str, iteration: int | None, overwrite: bool, resume: bool, tracker: bool = True
 ) -> Output:
-    """An iteration (None: a release) in the run's root `output`."""
+    """An iteration (None: a release) in the run's root `output`, or that folder alone if it is named as one."""
+    if is_iteration(output):
+        return Output(output_directory(output), overwrite=overwrite, resume=resume)
     name = "release" if iteration is None else f"iter_{iteration:07d}"
     latest = "release" if iteration is None else str(iteration)
     folder = output_directory(path_in(output, name))
@@ -55,6 +56,11 @@ def in_root(
         )
     beside = {TRACKER: latest.encode()} if tracker else {}
     return Output(folder, beside, overwrite=overwrite, resume=resume)
+
+
+def is_iteration(output: str) -> bool:
+    """Whether the output is named as one iteration, and so not a run's root."""
+    return bool(_ITERATION.fullmatch(str(output_directory(output)).rstrip("/").rpartition("/")[2]))
 
 
 def output_directory(output: str) -> Path | str:

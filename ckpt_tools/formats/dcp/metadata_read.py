@@ -174,8 +174,8 @@ def missing_metadata(files: Files) -> UnsupportedCheckpointError:
         )
     if any(name.endswith(".distcp") for name in names):
         return UnsupportedCheckpointError(
-            f"{files.location}: there are .distcp files but no {METADATA}, so the save was interrupted before it "
-            "was complete. Use an earlier iteration."
+            f"{files.location}: there are .distcp files but no {METADATA}: the save was interrupted before it was "
+            "complete, or a copy left out hidden files. Copy it again, or use an earlier iteration."
         )
     iterations = [name for name in names if name.startswith("iter_")]
     hint = f" Give one of its iterations: {', '.join(iterations[-3:])}." if iterations else ""
