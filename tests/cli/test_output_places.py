@@ -47,12 +47,13 @@ def test_a_folder_that_no_job_finds_is_said_to_be_one(tmp_path, capsys, output):
 
 
 def test_a_mount_point_is_refused_before_the_work(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / ITERATION)
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.parent == tmp_path)
     (tmp_path / ITERATION).mkdir()
     assert convert(LLAMA / ITERATION, tmp_path / ITERATION) == 2
     assert "mount point" in capsys.readouterr().err
     assert tree(tmp_path) == [ITERATION]
-    assert convert(LLAMA, tmp_path / ITERATION) == 0  # the iteration lies inside it
+    (tmp_path / "run").mkdir()
+    assert convert(LLAMA, tmp_path / "run") == 0  # the iteration lies inside it
 
 
 @pytest.mark.parametrize("output", [".", "../here", "../here/", "../here/.", "deeper/.."])
