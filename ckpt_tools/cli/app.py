@@ -174,7 +174,6 @@ def run(argv: list[str] | None = None) -> int:
     """The exit code of one command line; errors go to stderr as one message."""
     try:
         words = sys.argv[1:] if argv is None else argv
-        be_quiet(False)  # whatever an earlier command line of this process asked for
         with warnings.catch_warnings():
             warnings.simplefilter("default", UserWarning)  # the same line of one place is said once
             warnings.showwarning = _show_warning
@@ -184,6 +183,8 @@ def run(argv: list[str] | None = None) -> int:
         return stop.exit_code
     except (Exception, KeyboardInterrupt) as error:
         return _explain(error)
+    finally:
+        be_quiet(False)  # --quiet is of this command line alone
     return code if isinstance(code, int) else 0
 
 
