@@ -88,16 +88,20 @@ def _lost(report: ConversionReport) -> list[str]:
     written = report.written
     dropped, _ = _apart(report.dropped)
     lines = [f"  {'dropped':<9} {entry}" for entry in _by_reason(dropped)]
-    if written is not None and written.rounded_tensors:
+    if written is None:
+        return lines
+    if written.rounded_tensors:
         lines.append(
             f"  {'rounded':<9} {written.rounded_elements:,} elements of {written.rounded_tensors:,} tensors by the "
             f"cast to their new type, most in {written.rounded_most}"
         )
-    if written is not None and written.replaced:
-        lines.append(f"  {'replaced':<9} {written.replaced}")
-    if written is not None and written.tracker:
-        lines.append(f"  {'tracker':<9} {written.tracker}")
-    return lines
+    return [*lines, *(f"  {line}" for line in _changed_before(written))]
+
+
+def _changed_before(written: WriteReport) -> list[str]:
+    """What became of a checkpoint and a tracker that were there before."""
+    rows = (("replaced", written.replaced), ("tracker", written.tracker))
+    return [f"{title:<9} {text}" for title, text in rows if text]
 
 
 def _details(report: ConversionReport) -> list[str]:
@@ -254,11 +258,7 @@ def print_edited(
         print_lines(verdict, [f"  {line}" for line in lines], [], [f"  {line}" for line in details], verbose)
         return
     verb = "compared, it was complete already:" if written.was_there else "wrote"
-    shown = [*lines, f"{'checked':<9} {checked(written)}"]
-    if written.replaced:
-        shown.append(f"{'replaced':<9} {written.replaced}")
-    if written.tracker:
-        shown.append(f"{'tracker':<9} {written.tracker}")
+    shown = [*lines, f"{'checked':<9} {checked(written)}", *_changed_before(written)]
     notes = [f"  {'note':<9} {note}" for note in done.notes]
     verdict = f"{verb} {place(written)}: {holds}, {size_and_time(written)}"
     print_lines(verdict, [f"  {line}" for line in shown], notes, [f"  {line}" for line in details], verbose)
