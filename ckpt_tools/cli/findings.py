@@ -112,11 +112,11 @@ def as_markdown(report: Report) -> str:
 
 def grouped(found: Iterable[Finding]) -> Iterator[str]:
     """Findings as text; of those that say the same but for numbers and their place three, and how many more."""
-    alike: dict[tuple[str, str, str], list[str]] = {}
+    same_kind: dict[tuple[str, str, str], list[str]] = {}
     for finding in found:
         kind = (finding.severity, finding.check, _NUMBERS.sub("#", _message(finding)))
-        alike.setdefault(kind, []).append(plain(finding))
-    for lines in alike.values():
+        same_kind.setdefault(kind, []).append(plain(finding))
+    for lines in same_kind.values():
         most = len(lines) if len(lines) <= _ALIKE + 1 else _ALIKE
         yield from lines[:most]
         if len(lines) > most:

@@ -1,6 +1,6 @@
 """What commands print: tables for people, JSON for programs.
 
-Names, paths and values come from strangers. Every sink has one function that makes them harmless there: `escape`
+Names, paths and values are untrusted. Every sink has one function that makes them harmless there: `escape`
 for lines that a terminal or a CI log shows, `json_text` for JSON; `cli.findings` has those of Markdown, GitHub and
 JUnit, `commands.convert.picture` that of SVG and HTML.
 

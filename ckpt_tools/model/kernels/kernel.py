@@ -55,7 +55,7 @@ class _Elementwise:
 
 @dataclass(frozen=True, slots=True)
 class Zeros:
-    """Zeros, of nothing: what an optimizer that has not begun keeps of a parameter. No input is read for them."""
+    """Zeros without an input: the state that a fresh optimizer keeps of a parameter."""
 
     dtype: str
     shape: tuple[int, ...]

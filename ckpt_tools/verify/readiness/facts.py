@@ -115,7 +115,7 @@ class Facts:
 
     @property
     def begins(self) -> bool:
-        """Whether the checkpoint's optimizer has not begun: it was made for a warm start."""
+        """Whether the checkpoint's optimizer is a fresh one, made for a warm start."""
         return bool(self.states) and self.schedule.get("num_steps") == 0
 
     def loads(self, what: str) -> bool:

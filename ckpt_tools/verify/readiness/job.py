@@ -320,7 +320,7 @@ def parse_command(words: Sequence[str], program: str = MAIN) -> Job:
 
 
 def _world(words: Sequence[str]) -> int | None:
-    """GPUs that torchrun is told to start; None with another launcher, or numbers that only the machines know."""
+    """GPUs that torchrun starts; None with another launcher, or if only the machines know the number."""
     counts = [int(size) for size in _sizes(words).values() if _COUNT.fullmatch(size)]
     return counts[0] * counts[1] if len(counts) == 2 else None
 

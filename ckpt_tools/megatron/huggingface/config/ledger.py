@@ -1,4 +1,4 @@
-"""The ledgers: nothing that a checkpoint's args or a config.json says is passed over.
+"""The ledgers: every setting of a checkpoint's args or a config.json is accounted for.
 
 `arguments.yaml` and `config_json.yaml` give every name a class; what changes the forward pass and cannot be said on
 the other side is refused, what they do not know is named. They are read when a model is exported or imported.
