@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
 
 import pytest
@@ -74,7 +75,10 @@ def test_a_bridge_run_for_megatron_lm_still_tells_what_it_is(case, tmp_path):
     """run_config.yaml stays behind: the args alone say heads, activation, windows and the rest, to every command."""
     folder = fixture_dir(case) / "checkpoint"
     report = convert(folder, tmp_path / "out", dialect="main", weights_only=True)
-    assert any("more settings of its run_config.yaml" in note for note in report.notes)
+    (note,) = (note for note in report.notes if "more settings of its run_config.yaml" in note)
+    held = vars(oracle.item(tmp_path / "out", "args"))
+    made, others = re.fullmatch(r"args: .*; made up with (.*) and (\d+) more settings .*", note).groups()
+    assert len(made.split(", ")) + int(others) == len(held)
     assert run(["verify", str(tmp_path / "out"), "-q"]) == 0
     direct, later = (
         export_hf(one, tmp_path / name) for one, name in ((folder, "a"), (tmp_path / "out", "b"))

@@ -115,7 +115,7 @@ def test_one_changed_bit_is_named_with_its_index(tmp_path):
     assert differences(root_of(NATIVE), root, keys=("optimizer.*", "args")) == ([], [])
 
 
-def test_what_stands_on_one_side_only_is_named(tmp_path):
+def test_what_stands_on_one_side_only_is_named(tmp_path, capsys):
     root = copy_of(NATIVE, tmp_path)
     with metadata_of(root) as metadata:
         drop_key(metadata, STATE + NORM + ".exp_avg")
@@ -125,6 +125,8 @@ def test_what_stands_on_one_side_only_is_named(tmp_path):
     assert (value.name, value.a, value.b) == ("iteration", "2", None)
     (tensor,), (value,) = differences(root, root_of(NATIVE))
     assert (tensor.kind, value.a, value.b) == ("only in B", None, "2")
+    assert run(["diff", str(root_of(NATIVE)), str(root)]) == 1
+    assert "iteration: 2 -> (absent)" in capsys.readouterr().out
 
 
 def test_a_group_field_that_changed_is_named(tmp_path):

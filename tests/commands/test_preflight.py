@@ -468,6 +468,10 @@ def test_a_batch_that_nothing_tells_is_asked_for_in_the_command(about):
     job = Job({"tensor_model_parallel_size": 1}, program="main")
     whole = launch(replace(about, job=job), "/x")
     assert whole.filled_in == whole.words
+    lines = whole.command.split(" \\\n    ")
+    assert [line.split()[0] for line in lines[1:]] == [
+        word for word in whole.words[1:] if word.startswith("--") or word.endswith(".py")
+    ]
     args = {name: value for name, value in about.args.items() if name != "global_batch_size"}
     asked = launch(replace(about, job=job, args=args), "/x")
     assert "--global-batch-size GLOBAL_BATCH" in asked.command
