@@ -12,6 +12,7 @@ from ckpt_tools.formats.dcp.metadata_read import read_catalog
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.megatron.run_state.common_state import read_common_state
+from ckpt_tools.megatron.torch_dist.optimizer_layouts import bucket_proof
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates
 from ckpt_tools.megatron.torch_dist.stacking import Slice, sort_keys
@@ -121,3 +122,9 @@ def test_states_equal_the_truth(name: str) -> None:
     if states is not None:
         assert states.kinds == ("master", "exp_avg", "exp_avg_sq")
     assert_equal_to_truth(folder, opened)
+
+
+def test_archives_of_another_writer_than_today_s_are_read_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_proof, "usual_item", lambda *_: None)
+    folder = fixture_dir("v016_dense_dpr_tp2_dp2")
+    assert_equal_to_truth(folder, open_checkpoint(folder))
