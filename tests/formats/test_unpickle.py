@@ -152,3 +152,9 @@ def test_a_memo_numbered_in_two_ways_is_refused() -> None:
 def test_values_of_numpy_are_shown_by_type_and_shape(value: Any, text: str, protocol: int) -> None:
     found = load_pickle(pickle.dumps(value, protocol), "here", {}, trust_pickle=True)
     assert repr(found) == text
+
+
+def test_a_line_may_cross_the_128_kib_that_the_unpickler_reads_at_a_time() -> None:
+    for count in range(65_400, 65_480, 8):  # of numbers, two bytes each
+        values = [1] * count + [collections.OrderedDict(a=1)]
+        assert load(pickle.dumps(values, protocol=2)) == values
