@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.megatron.run_state.record import RECORD_FILE
+from ckpt_tools.formats.locate.detect import RECORD_FILE
 from tests.commands import oracle
 from tests.commands.made import fsdp, hf, torch_dist
 from tests.commands.test_to_fsdp_dtensor import source_of

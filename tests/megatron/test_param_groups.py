@@ -28,7 +28,7 @@ WITH_RATES = [
     parameter(f"{name}.weight", 8, 4)
     for name in ("embedding.word_embeddings", "output_layer", "embedding.position_embeddings", "a")
 ]
-QK_NORM = [parameter("self_attention.q_layernorm.weight", 4)]
+QK_NORM = [parameter(f"self_attention.{one}_layernorm.weight", 4) for one in "qk"]
 
 
 @pytest.mark.parametrize(
@@ -36,8 +36,8 @@ QK_NORM = [parameter("self_attention.q_layernorm.weight", 4)]
     [
         (PARAMETERS, [DECAY, NO_DECAY, EXPERT], GroupRules(experts_apart=True), [0, 1, 1, 2]),
         (PARAMETERS, [DECAY, NO_DECAY], GroupRules(), [0, 1, 1, 0]),  # one optimizer for all
-        (QK_NORM, [DECAY, NO_DECAY], GroupRules(), [1]),
-        (QK_NORM, [DECAY, NO_DECAY], GroupRules(decay_qk_layernorm=True), [0]),
+        (QK_NORM, [DECAY, NO_DECAY], GroupRules(), [1, 1]),
+        (QK_NORM, [DECAY, NO_DECAY], GroupRules(decay_qk_layernorm=True), [0, 0]),
         (PARAMETERS[:1], [DECAY, dict(DECAY)], GroupRules(), [0]),  # equal groups are no ambiguity
         *((WITH_RATES, [DECAY, DECAY | own, NO_DECAY], GroupRules(decoupled_lr=True), [1, 1, 0, 0])
           for own in ({"is_decoupled_lr": True}, {"default_config": False})),  # before core 0.16, and since

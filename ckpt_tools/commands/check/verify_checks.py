@@ -22,13 +22,13 @@ from ckpt_tools.errors import (
     UsageError,
 )
 from ckpt_tools.execute.proof.masters import compare_all_masters
-from ckpt_tools.formats.locate.detect import Location
+from ckpt_tools.formats.locate.detect import RECORD_FILE, Location
 from ckpt_tools.formats.storage.files import Files, path_in
 from ckpt_tools.formats.storage.open_files import files_below, open_files
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
 from ckpt_tools.megatron.format import FORMATS
 from ckpt_tools.megatron.run_state.common_state import CommonState, read_common_state
-from ckpt_tools.megatron.run_state.record import RECORD_FILE, read_record
+from ckpt_tools.megatron.run_state.record import read_record
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import coalesced_buffers
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import optimizer_layout
 from ckpt_tools.megatron.torch_dist.read import stored_groups

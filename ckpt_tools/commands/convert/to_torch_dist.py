@@ -25,14 +25,14 @@ from ckpt_tools.commands.job.read_model import Wanted, keeps_masters, master_tar
 from ckpt_tools.commands.job.report import ConversionReport, MastersUse
 from ckpt_tools.commands.job.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
-from ckpt_tools.formats.locate.detect import METADATA_JSON, METADATA_JSON_TEXT, Location
+from ckpt_tools.formats.locate.detect import METADATA_JSON, METADATA_JSON_TEXT, RECORD_FILE, Location
 from ckpt_tools.formats.storage.files import AnyPath
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
 from ckpt_tools.formats.torch_archive.object_writer import dump_archive
 from ckpt_tools.megatron.fsdp_dtensor.parameters import packed_projections
 from ckpt_tools.megatron.keys import stacked_axes
 from ckpt_tools.megatron.run_state.common_state import COMMON_FILE
-from ckpt_tools.megatron.run_state.record import RECORD_FILE, read_record, record_bytes
+from ckpt_tools.megatron.run_state.record import read_record, record_bytes
 from ckpt_tools.megatron.run_state.settings import training_dtype
 from ckpt_tools.megatron.torch_dist.grids import NO_SIZE
 from ckpt_tools.megatron.torch_dist.read import Extent

@@ -30,7 +30,7 @@ from ckpt_tools.commands.job.report import ConversionReport
 from ckpt_tools.commands.job.target_job import TargetJob, said_tp
 from ckpt_tools.errors import CkptError, MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.run import Output
-from ckpt_tools.formats.locate.detect import MAX_DIGITS, Location, locate
+from ckpt_tools.formats.locate.detect import MAX_DIGITS, RECORD_FILE, Location, locate
 from ckpt_tools.formats.locate.run_layouts import ForeignFormatError, snapshot_of
 from ckpt_tools.formats.pickle.unpickle import StandIn, TorchDtype, stand_in
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
@@ -57,7 +57,7 @@ from ckpt_tools.megatron.huggingface.vision.vision_language import vision_langua
 from ckpt_tools.megatron.keys import EXPERTS
 from ckpt_tools.megatron.names import BRIDGE, FUSED_FC1_NORM, fuse_local_norm
 from ckpt_tools.megatron.run_state.common_state import CommonState
-from ckpt_tools.megatron.run_state.record import RECORD_FILE, TargetRecord, record_bytes
+from ckpt_tools.megatron.run_state.record import TargetRecord, record_bytes
 from ckpt_tools.megatron.run_state.settings import read_settings
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from ckpt_tools.megatron.vocab import padded_rows, vocabulary

@@ -11,13 +11,13 @@ from ckpt_tools.credentials import hidden
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.dcp.metadata_read import METADATA
-from ckpt_tools.formats.locate.detect import TRACKER, Location
+from ckpt_tools.formats.locate.detect import RECORD_FILE, TRACKER, Location
 from ckpt_tools.formats.storage.files import Files, path_in
 from ckpt_tools.formats.torch_archive.item_reader import read_small_file
 from ckpt_tools.formats.torch_archive.object_writer import dump_archive
 from ckpt_tools.megatron.format import FORMATS
 from ckpt_tools.megatron.run_state.common_state import BRIDGE_FILES, LATEST_TRAIN_STATE, TRAIN_STATE
-from ckpt_tools.megatron.run_state.record import RECORD_FILE, TargetRecord, record_bytes
+from ckpt_tools.megatron.run_state.record import TargetRecord, record_bytes
 from ckpt_tools.model.target import TargetObject
 
 _SAME = {"s3a": "s3", "gcs": "gs"}  # schemes of one store

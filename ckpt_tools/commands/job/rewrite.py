@@ -19,16 +19,13 @@ from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.placements import stored_chunks
 from ckpt_tools.commands.job.report import ConversionReport, Edits, MastersUse
 from ckpt_tools.execute.run import Output
-from ckpt_tools.formats.locate.detect import Location
+from ckpt_tools.formats.locate.detect import COMPANIONS, Location
 from ckpt_tools.formats.storage.files import AnyPath
 from ckpt_tools.formats.torch_archive.item_reader import read_small_file
 from ckpt_tools.megatron.keys import is_optimizer_key
-from ckpt_tools.megatron.run_state.record import RECORD_FILE
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.plan.build import build_plan
-
-COMPANIONS = ("metadata.json", "common.pt", "run_config.yaml", "train_state.pt", RECORD_FILE)
 
 
 def edit(

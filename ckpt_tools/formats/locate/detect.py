@@ -65,9 +65,11 @@ METADATA_JSON_TEXT = (
     '{"sharded_backend": "torch_dist", "sharded_backend_version": 1, '
     '"common_backend": "torch", "common_backend_version": 1}'
 )
-_RECORD = "ckpt_tools.json"  # next to what was converted
-_RECORD_FIELDS = {"schema_version", "format", "target", "topology", "tokens"}
-_MAX_RECORD_BYTES = 1 << 20
+RECORD_FILE = "ckpt_tools.json"  # next to what was converted; see `megatron/run_state/record.py`
+RECORD_FIELDS = {"schema_version", "format", "target", "topology", "tokens"}
+MAX_RECORD_BYTES = 1 << 20
+COMPANIONS = (METADATA_JSON, "common.pt", "run_config.yaml", "train_state.pt", RECORD_FILE)
+"""The small files of a distributed checkpoint, besides `.metadata`."""
 # In the metadata of weights alone that were converted for Megatron-FSDP v2, next to the record of that. A plain state
 # dict has the same entries, and its record says what it is.
 _VERSION_2 = (b"model.", b"checkpoint_version")
@@ -76,7 +78,7 @@ _VERSION_2 = (b"model.", b"checkpoint_version")
 def kind_of(files: Files, names: list[str], backend: str | None) -> CheckpointKind:
     """The kind of the checkpoint in a folder with these names; `backend` is the one that metadata.json names."""
     if METADATA in names:
-        record = _record(files) if _RECORD in names else None
+        record = _record(files) if RECORD_FILE in names else None
         if backend:
             return "torch_dist"
         data = read_whole(files, METADATA, MAX_METADATA_BYTES)
@@ -150,17 +152,17 @@ def _is_version_2(record: dict[str, Any] | None, data: bytes) -> bool:
 def _record(files: Files) -> dict[str, Any]:
     """The record in a conversion's output, as far as it names the kind."""
     try:
-        record = parse_json(read_whole(files, _RECORD, _MAX_RECORD_BYTES))
+        record = parse_json(read_whole(files, RECORD_FILE, MAX_RECORD_BYTES))
     except DocumentError as error:
         record = str(error)
-    if isinstance(record, dict) and record.keys() <= _RECORD_FIELDS and record.get("format") in (None, "dcp"):
+    if isinstance(record, dict) and record.keys() <= RECORD_FIELDS and record.get("format") in (None, "dcp"):
         return record
     found = (
         record if isinstance(record, str) else "it has other fields, or another format, than this tool writes"
     )
     raise CorruptCheckpointError(
-        f"{files.location}/{_RECORD} is damaged, and it says which format the checkpoint has: {found}. Copy it again "
-        "from where the checkpoint was written. Without the file the format is guessed from the keys"
+        f"{files.location}/{RECORD_FILE} is damaged, and it says which format the checkpoint has: {found}. Copy it "
+        "again from where the checkpoint was written. Without the file the format is guessed from the keys"
     )
 
 

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.dcp.metadata_read import METADATA
-from ckpt_tools.formats.locate.detect import BRIDGE_TRACKER, TRACKER
+from ckpt_tools.formats.locate.detect import BRIDGE_TRACKER, COMPANIONS, TRACKER
 from ckpt_tools.formats.locate.run_layouts import iteration_folders
 
 TEMPLATES = "additional_chat_templates"  # transformers utils/hub.py CHAT_TEMPLATE_DIR
@@ -27,9 +27,7 @@ _HF = (
     *CARRIED, *_WEIGHTS, *_CONFIGS, "model.safetensors.index.json", "configuration_*.py", "modeling_*.py",
     "tokenization_*.py", f"{TEMPLATES}/*.jinja",
 )  # fmt: skip
-_DCP = (
-    METADATA, "*.distcp", "metadata.json", "common.pt", "run_config.yaml", "train_state.pt", "ckpt_tools.json",
-)  # fmt: skip
+_DCP = (METADATA, "*.distcp", *COMPANIONS)
 _SHOWN = 4
 
 

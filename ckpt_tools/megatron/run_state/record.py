@@ -13,16 +13,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError
+from ckpt_tools.formats.locate.detect import MAX_RECORD_BYTES, RECORD_FIELDS, RECORD_FILE
 from ckpt_tools.formats.storage.files import Files, read_whole
 from ckpt_tools.formats.untrusted_documents import parse_json
 from ckpt_tools.model.choices import DialectName
 
-RECORD_FILE = "ckpt_tools.json"
 SCHEMA_VERSION = 1
 AXES = ("tp", "ep", "etp", "dp", "cp")
 _SINCE = ("cp",)  # which older records do not have
-_FIELDS = {"schema_version", "format", "target", "topology", "tokens"}
-_MAX_BYTES = 1 << 20
 
 
 class Size(NamedTuple):
@@ -92,7 +90,7 @@ def read_record(files: Files) -> TargetRecord | None:
     if not files.exists(RECORD_FILE):
         return None
     where = f"{files.location}/{RECORD_FILE}"
-    raw = read_whole(files, RECORD_FILE, _MAX_BYTES)
+    raw = read_whole(files, RECORD_FILE, MAX_RECORD_BYTES)
     try:
         return _parsed(parse_json(raw))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -103,7 +101,7 @@ def read_record(files: Files) -> TargetRecord | None:
 
 
 def _parsed(data: Mapping[str, Any]) -> TargetRecord:
-    unknown = [*(data.keys() - _FIELDS), *(data["topology"].keys() - set(AXES))]
+    unknown = [*(data.keys() - RECORD_FIELDS), *(data["topology"].keys() - set(AXES))]
     if unknown:
         raise ValueError(f"unknown are {', '.join(map(repr, sorted(unknown)))}")
     if data["schema_version"] != SCHEMA_VERSION:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpt_tools.errors import CkptError
+from ckpt_tools.formats.locate.detect import RECORD_FILE
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.megatron.dcp.read import OpenChoiceError, group_members, owners
 from ckpt_tools.megatron.dcp.state_dict import OptimizerKeys, StateDict, is_number
@@ -30,7 +31,7 @@ from ckpt_tools.megatron.keys import (
 )
 from ckpt_tools.megatron.names import MLA_DOWN, MLA_FUSED_DOWN, MTP_DISK, MTP_LIVE
 from ckpt_tools.megatron.run_state.common_state import CommonState
-from ckpt_tools.megatron.run_state.record import RECORD_FILE, read_record, stored_tp
+from ckpt_tools.megatron.run_state.record import read_record, stored_tp
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import model_space_states
 from ckpt_tools.megatron.torch_dist.optimizers import Expected, expected_states, mixes_lion_and_adam
 from ckpt_tools.megatron.torch_dist.stacking import layer_counts, missing_layers

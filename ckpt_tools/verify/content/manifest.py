@@ -22,9 +22,10 @@ from typing import Any
 from ckpt_tools.errors import CkptError, StorageError, UsageError
 from ckpt_tools.execute.move.read_box import BoxReader
 from ckpt_tools.execute.processes.team import Tick, results_of, start_jobs
+from ckpt_tools.formats.dcp.metadata_read import METADATA
+from ckpt_tools.formats.locate.detect import COMPANIONS
 from ckpt_tools.formats.storage.files import Files, readable_size
 from ckpt_tools.formats.untrusted_documents import DocumentError, parse_json, read_named_file
-from ckpt_tools.megatron.run_state.record import RECORD_FILE
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.dtypes import itemsize
@@ -40,7 +41,7 @@ _MAX_INTEGRITY_BYTES = 64 << 20
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 MAX_MANIFEST_BYTES = 256 << 20  # a million tensors
 _TILE_BYTES = 4 << 20
-SMALL_FILES = (".metadata", "metadata.json", "common.pt", "run_config.yaml", "train_state.pt", RECORD_FILE)
+SMALL_FILES = (METADATA, *COMPANIONS)
 
 
 def read_manifest(path: Path) -> object:
