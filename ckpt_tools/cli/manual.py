@@ -178,6 +178,7 @@ PAGES = {
         ("In half precision", "strip FSDP OUT --dtype bfloat16"),
         ("Of every iteration of a run", "strip RUN OUT --iteration all"),
         ("With a fresh optimizer", "strip FSDP OUT --fresh-optimizer --lr 1e-5 --min-lr 1e-6"),
+        ("At once: no data file is copied, none is read", "strip FSDP OUT --hard-link --check-source none"),
     )),
     "repair": Page(EDIT, "correct keys that other programs got wrong", (
         ("A sound copy; what was wrong, and how that is known", "repair FSDP OUT"),
