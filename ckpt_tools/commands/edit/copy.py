@@ -165,10 +165,13 @@ def _copy(source: str, output: str, options: CopyOptions, progress: Progress | N
         }  # an error: it is absent
         big = {name: n for name, n in sizes.items() if n and (n > _SMALL_BYTES or name.endswith(_TENSORS))}
         big.pop(METADATA, None)
-        runs, proven_whole = _runs(files, catalog, big, options.write.check_source != "none")
+        prove = options.write.check_source != "none"
+        # Other files are few, and some people edit them.
+        links = {name: n for name, n in big.items() if options.hard_link and name.endswith(_TENSORS)}
+        read = big if prove else {name: n for name, n in big.items() if name not in links}
+        runs, proven_whole = _runs(files, catalog, read, prove)
         plan = build_copy_plan(runs)
-        if options.hard_link:  # other files are few, and some people edit them
-            plan = link_files(plan, {name: n for name, n in big.items() if name.endswith(_TENSORS)})
+        plan = link_files(plan, links) if links else plan
         made = Conversion(
             to="hf" if location.kind == "safetensors" else location.kind,
             loader=None,
