@@ -84,9 +84,11 @@ def shared(links: Mapping[str, Any]) -> list[str]:
     files, unused = links.get("linked_files"), links.get("bytes_unreferenced")
     if not files:
         return []
-    what = f"{counted(len(files), 'file')} ({human_bytes(sum(files.values()))}), the source's too"
-    rest = f"; {human_bytes(unused)} in them are of nothing here" if unused else ""
-    return [f"{'linked':<9} {what}: to edit one in place would change both{rest}"]
+    size = human_bytes(sum(files.values()))
+    rest = f"; {human_bytes(unused)} in them belong to nothing here" if unused else ""
+    return [
+        f"{'linked':<9} {counted(len(files), 'file')} ({size}) of the source: a change in place changes both{rest}"
+    ]
 
 
 def size_and_time(written: WriteReport) -> str:

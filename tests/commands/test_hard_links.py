@@ -247,6 +247,22 @@ def test_damage_is_found_in_what_is_linked(source: Path, tmp_path: Path) -> None
     assert run([*words, "--check-source", "none"]) == 0
 
 
+def test_a_source_that_changes_meanwhile_is_seen(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stock = LocalOutput.work
+
+    def disturbed(*args: Any) -> Any:
+        os.utime(oracle.files_of(source) / "__1_0.distcp")
+        return stock(*args)
+
+    monkeypatch.setattr(LocalOutput, "work", disturbed)
+    for more in ([], ["--check-source", "none"]):
+        assert run(["strip", str(source), str(tmp_path / "out"), "--hard-link", *more]) == 4
+        assert "__1_0.distcp changed while the conversion ran" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+
+
 def stopped(monkeypatch: pytest.MonkeyPatch, words: list[str], step: str) -> None:
     def stop(*_: object, **__: object) -> None:
         raise StorageError("stopped")
@@ -263,6 +279,11 @@ def test_a_later_run_goes_on(
     words = ["strip", str(source), str(tmp_path / "out"), "--hard-link"]
     stopped(monkeypatch, words, step)
     if step == "work":
+        for file in oracle.files_of(source).glob(
+            "*.distcp"
+        ):  # restored meanwhile: the link is to the old one
+            shutil.copy2(file, tmp_path / "aside")
+            (tmp_path / "aside").replace(file)
         assert run(words[:-1]) == 2  # a copy is another plan
         assert run([*words[:-1], "--resume"]) == 2
     assert run([*words, "--resume"]) == 0

@@ -116,15 +116,14 @@ def lock_output(lock: int, final: Path, kind: int = fcntl.LOCK_EX) -> None:
 
 
 def allocated(data: Folder) -> int:
-    """Bytes that the file system has set aside for the files of a directory, which nothing else shares."""
-    found = map(data.status, data.names())
-    return sum(status.st_blocks * 512 for status in found if status and status.st_nlink == 1)
+    """Bytes that the file system has set aside for the files of a directory."""
+    return sum(status.st_blocks * 512 for name in data.names() if (status := data.status(name)))
 
 
 def link_refused_error(name: str, folder: Path, error: OSError) -> StorageError:
     """What to say where `folder` gets no hard link to the file `name` of the source."""
     why = {
-        errno.EXDEV: "they are on different file systems or mounts",
+        errno.EXDEV: "they are on different file systems, mounts, filesets or quota projects",
         errno.EPERM: "this file system has no hard links, or Linux allows none to files of another user "
         "(fs.protected_hardlinks)",
         errno.EOPNOTSUPP: "this file system has no hard links",
@@ -447,10 +446,10 @@ class LocalOutput:
     def create_files(self) -> None:
         """Make the data files in their full length; those that exist keep their content."""
         with self.open_data() as data:
-            self._link(data)
             with storage_errors(self.data):
                 present = allocated(data)
             self._check_space(self.folder(), self._nbytes - present)
+            self._link(data)
             for name, size in self._plan.file_bytes.items():
                 with storage_errors(self.data / name):
                     fd = data.open(name, os.O_RDWR | os.O_CREAT, self._access.file)
