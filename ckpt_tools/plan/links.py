@@ -14,7 +14,7 @@ from itertools import count
 from ckpt_tools.errors import UsageError, list_problems
 from ckpt_tools.formats.torch_archive.zip_archive import ALIGNMENT
 from ckpt_tools.model.box import full_box
-from ckpt_tools.model.catalog import Catalog, Item
+from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.model.transfers import VERBATIM, OutputBlob, OutputItem, Plan, Transfer
 from ckpt_tools.model.views import chunk_piece
@@ -38,11 +38,13 @@ def link_tensors(
     linked: list[OutputItem] = []
     problems: list[str] = []
     for tensor in target.tensors:
-        key = tensor.sources[0].key if tensor.sources else ""
         if why := _obstacle(tensor, catalog, stored):
             problems.append(f"{tensor.key}: {why}")
             continue
-        for box, item in stored.tensors[key].chunks:
+        key = tensor.sources[0].key
+        for number, (box, item) in enumerate(stored.tensors[key].chunks):
+            if box.is_empty and (0 not in tensor.shape or number):
+                continue  # its offset could hide a real chunk, as in `build`
             whole = Transfer(key, item, tensor.dtype, box.size, chunk_piece(full_box(box.size)), VERBATIM)
             transfers = () if box.is_empty else (whole,)
             linked.append(OutputItem(tensor.key, box, tensor.dtype, *item[:3], transfers))
@@ -52,13 +54,9 @@ def link_tensors(
             f"copied:\n{list_problems(problems)}",
             problems,
         )
-    files = dict.fromkeys(item.file for item in linked)
     blobs, sizes = _in_new_file(plan, stored)
-    return _with_links(
-        replace(plan, items=(), blobs=blobs, file_bytes=sizes),
-        tuple(linked),
-        {name: nbytes(name) for name in files},
-    )
+    links = {name: nbytes(name) for name in dict.fromkeys(item.file for item in linked)}
+    return _with_links(replace(plan, items=(), blobs=blobs, file_bytes=sizes), tuple(linked), links)
 
 
 def link_files(plan: Plan, names: Mapping[str, int]) -> Plan:
@@ -99,7 +97,8 @@ def _obstacle(tensor: TargetTensor, catalog: Catalog, stored: Catalog) -> str:
 
 def _in_new_file(plan: Plan, stored: Catalog) -> tuple[tuple[OutputBlob, ...], dict[str, int]]:
     """The plan's archives in a file of another name than the source's, and its length; equal ones share bytes."""
-    taken = {item.file for item in _items(stored)}
+    taken = {item.file for entry in stored.tensors.values() for _, item in entry.chunks}
+    taken |= {entry.item.file for entry in stored.objects.values()}
     file = next(name for number in count() if (name := f"__0_{number}.distcp") not in taken)
     places: dict[bytes, int] = {}
     end = 0
@@ -109,8 +108,3 @@ def _in_new_file(plan: Plan, stored: Catalog) -> tuple[tuple[OutputBlob, ...], d
             end = start + blob.length
     blobs = tuple(blob._replace(file=file, offset=places[blob.data]) for blob in plan.blobs)
     return blobs, {file: end} if end else {}
-
-
-def _items(catalog: Catalog) -> list[Item]:
-    chunks = [item for entry in catalog.tensors.values() for _, item in entry.chunks]
-    return [*chunks, *(entry.item for entry in catalog.objects.values())]
