@@ -88,6 +88,7 @@ PAGES = {
         ("Read the output back before it is published", "convert RUN OUT --verify"),
         ("For any PyTorch program", "convert RUN OUT --to dcp"),
         ("In the fully_reshardable layout, for core 0.19", "convert RUN OUT --to torch_dist --target core-0.19"),
+        ("For another release of Megatron, without a copy", "convert FSDP OUT --target core-0.17 --hard-link"),
         ("See what would happen", "convert RUN OUT --dry-run"),
         ("With four processes", "torchrun --nproc-per-node 4 -m ckpt_tools convert RUN OUT --resume"),
     )),
@@ -178,6 +179,7 @@ PAGES = {
         ("In half precision", "strip FSDP OUT --dtype bfloat16"),
         ("Of every iteration of a run", "strip RUN OUT --iteration all"),
         ("With a fresh optimizer", "strip FSDP OUT --fresh-optimizer --lr 1e-5 --min-lr 1e-6"),
+        ("At once: no data file is copied, none is read", "strip FSDP OUT --hard-link --check-source none"),
     )),
     "repair": Page(EDIT, "correct keys that other programs got wrong", (
         ("A sound copy; what was wrong, and how that is known", "repair FSDP OUT"),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.cli.render import escape, say, tell, tell_verdict
 from ckpt_tools.commands.job.target_job import describe
@@ -49,6 +49,7 @@ def print_report(report: ConversionReport, verbose: bool = False) -> None:
             "no job finds this folder by --load: move it to RUN/iter_NNNNNNN, and write the iteration into "
             "RUN/latest_checkpointed_iteration.txt",
         )
+    lines += [f"  {line}" for line in shared(report.plan)]
     found = [*_lost(report), *(f"  {'note':<9} {note}" for note in notes)]
     print_lines(_verdict(report), lines, found, _details(report), verbose)
 
@@ -76,6 +77,18 @@ def _verdict(report: ConversionReport) -> str:
         return f"would convert {report.source} -> {report.output}: {size}"
     done = "compared, it was complete already:" if written.was_there else "converted"
     return f"{done} {report.source} -> {place(written)}: {size_and_time(written)}"
+
+
+def shared(links: Mapping[str, Any]) -> list[str]:
+    """On the files that are links, as `links_summary` has them."""
+    files, unused = links.get("linked_files"), links.get("bytes_unreferenced")
+    if not files:
+        return []
+    size = human_bytes(sum(files.values()))
+    rest = f"; {human_bytes(unused)} in them belong to nothing here" if unused else ""
+    return [
+        f"{'linked':<9} {counted(len(files), 'file')} ({size}) of the source: a change in place changes both{rest}"
+    ]
 
 
 def size_and_time(written: WriteReport) -> str:
@@ -255,10 +268,11 @@ def print_edited(
     if written is None:
         size = human_bytes(done.plan["bytes_to_write"])
         verdict = f"would write {done.output}: {holds}, {size} (--dry-run: nothing was written)"
+        lines = [*lines, *shared(done.plan)]
         print_lines(verdict, [f"  {line}" for line in lines], [], [f"  {line}" for line in details], verbose)
         return
     verb = "compared, it was complete already:" if written.was_there else "wrote"
-    shown = [*lines, f"{'checked':<9} {checked(written)}", *_changed_before(written)]
+    shown = [*lines, *shared(done.plan), f"{'checked':<9} {checked(written)}", *_changed_before(written)]
     notes = [f"  {'note':<9} {note}" for note in done.notes]
     verdict = f"{verb} {place(written)}: {holds}, {size_and_time(written)}"
     print_lines(verdict, [f"  {line}" for line in shown], notes, [f"  {line}" for line in details], verbose)

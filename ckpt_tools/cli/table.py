@@ -119,6 +119,9 @@ TABLE: dict[str, Row] = {
                           help="Leave out the keys and tensors that match this glob (repeatable)."),
     "overwrite": flag("--overwrite", panel=RUN, help="Replace the checkpoint at exactly this output path."),
     "resume": flag("--resume", panel=RUN, help="Continue a conversion that was stopped."),
+    "hard_link": flag("--hard-link", panel=RUN,
+                      help="Do not copy data files: give the source's a second name, where only keys change. Never "
+                           "edit such a file in place: it belongs to both."),
     "verify_output": flag("--verify", panel=RUN,
                       help="Read the output back and compare every value before it is published."),
     "dry_run": flag("--dry-run", panel=RUN, help="Plan and check everything, write nothing."),

@@ -127,7 +127,7 @@ def _check_same(digests: Iterable[str]) -> None:
 def _check_extents(plan: Plan, files: Files) -> None:
     """Every source file is there and reaches to the end of what is read of it."""
     ends: dict[str, tuple[int, str]] = {}
-    for item in plan.items:
+    for item in (*plan.linked, *plan.items):
         for transfer in stored_parts(item.transfers):
             stored = transfer.item
             end = stored.offset + stored.length
@@ -145,6 +145,10 @@ def _check_extents(plan: Plan, files: Files) -> None:
 def _output_of(job: WriteJob) -> JobOutput:
     if not isinstance(job.output.directory, str):
         return LocalOutput(job)
+    if job.plan.links:
+        raise UsageError(
+            f"--hard-link: {job.output.directory} is in an object store, which has no links. Leave it out"
+        )
     if job.options.verify_output:
         raise UsageError(
             "--verify: an object store shows no output before it is published. Leave it out, and run "
@@ -328,7 +332,7 @@ def _report(
                 rounded_and_kept += changed
             else:
                 rounded[key] += changed
-    items = len(job.plan.items) + len(job.plan.blobs)
+    items = len(job.plan.linked) + len(job.plan.items) + len(job.plan.blobs)
     return WriteReport(
         bytes_written=job.plan.bytes_to_write,
         bytes_read=sum(count["read"] for count in counts),

@@ -134,16 +134,31 @@ def stored_name(name: str, hybrid_mtp: bool = False) -> str:
     The inner layer of a multi-token-prediction layer keeps its live name in hybrid models (`hybrid_mtp`). A norm
     that a fused MLA down-projection absorbed is stored as the layer's input norm (multi_latent_attention.py).
     """
-    if not hybrid_mtp and _in_mtp(name):
-        name = name.replace(MTP_LIVE, MTP_DISK, 1)
     name = name.replace(f".self_attention{MLA_FUSED_DOWN}layer_norm_", ".input_layernorm.")
-    return name.replace("mixer.conv1d_", _MAMBA_CONV)
+    return _unspelled(name, hybrid_mtp)
+
+
+def respelled(key: str, dialect: Dialect, of_group: bool, hybrid_mtp: bool) -> str:
+    """A key of any dialect as another one spells it, where nothing but the name differs."""
+    spell = group_name if of_group else state_name
+    return spell(_unspelled(key, hybrid_mtp), dialect)
+
+
+def is_hybrid_mtp(names: Iterable[str]) -> bool:
+    """Whether a model's multi-token prediction has layers of its own, whose live name is the stored one."""
+    return any(f"{MTP_LIVE}layers." in name for name in names)
 
 
 def fuse_local_norm(name: str) -> str:
     """The stored name of a norm that is a separate module in the running model; other names unchanged."""
     name = LOCAL_INPUT_NORM.sub(r".self_attention.linear_qkv.layer_norm_\1", name)
     return LOCAL_MLP_NORM.sub(r".mlp.linear_fc1.layer_norm_\1", name)
+
+
+def _unspelled(name: str, hybrid_mtp: bool) -> str:
+    if not hybrid_mtp and _in_mtp(name):
+        name = name.replace(MTP_LIVE, MTP_DISK, 1)
+    return name.replace("mixer.conv1d_", _MAMBA_CONV)
 
 
 def _spelled(name: str, dialect: Dialect, inner: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from ckpt_tools.model.box import Box
@@ -154,10 +154,14 @@ class Plan:
     paths: Mapping[str, tuple[str | int, ...]]  # planner_data: key -> path
     digest: str  # SHA-256 over all other fields
     original_shapes: Mapping[str, tuple[int, ...]] | None = None  # `mcore_data`: see `Catalog`
+    linked: tuple[OutputItem, ...] = ()  # where the source has them: in files that the output shares with it
+    links: Mapping[str, int] = field(
+        default_factory=dict
+    )  # these files, not in `file_bytes` -> length in bytes
 
     @property
     def bytes_to_write(self) -> int:
-        """Length of all files together, in bytes."""
+        """Length of all files together, in bytes, without those that are linked."""
         return sum(self.file_bytes.values())
 
     @property
@@ -171,7 +175,8 @@ class Plan:
 
     def source_key(self, item: Item) -> str:
         """The tensor that a source item holds a part of; looked for, as only messages ask."""
-        keys = (t.key for o in self.items for t in stored_parts(o.transfers) if t.item == item)
+        items = (*self.items, *self.linked)
+        keys = (t.key for o in items for t in stored_parts(o.transfers) if t.item == item)
         return next(keys, "")
 
     @property
@@ -188,6 +193,13 @@ def plan_summary(plan: Plan) -> dict[str, object]:
         "bytes_by_strategy": dict(plan.bytes_by_strategy),
         "files": dict(plan.file_bytes),
     }
+
+
+def links_summary(plan: Plan) -> dict[str, object]:
+    """Files that the output shares with its source, in bytes, and how much in them belongs to nothing in it."""
+    used = {(item.file, item.offset): item.length for item in plan.linked}
+    unused = sum(plan.links.values()) - sum(used.values())
+    return {"linked_files": dict(plan.links), "bytes_unreferenced": unused}
 
 
 def item_rows(plan: Plan) -> Iterator[dict[str, object]]:

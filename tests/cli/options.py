@@ -27,7 +27,7 @@ _REPORT = _READ + "--verbose -v --format --json --junit "
 OPTIONS = {
     "inspect": _READ + "--keys --by --json --tree --html --not-ignore-param-to-group-meta",
     "print-torch-dcp-in-json": _OPEN + "--unknown-classes --trust-pickle --values -o --output --no-write",
-    "convert": _TO_FSDP + _TO_TORCH_DIST + "--to --hf-config --max-shard-size",
+    "convert": _TO_FSDP + _TO_TORCH_DIST + "--to --hf-config --max-shard-size --hard-link",
     "convert-torch-dist-to-fsdp-dtensor": _TO_FSDP,
     "convert-fsdp-dtensor-to-torch-dist": _TO_MEGATRON + _TO_TORCH_DIST + "--gpus --tp --ep --etp",
     "build-param-group-map": _OPEN
@@ -46,12 +46,12 @@ OPTIONS = {
     "diff": _DIFF,
     "compare-two-checkpoint": _DIFF,
     "preflight": _REPORT + "--yaml --target",
-    "modify-state-dict": _READ + _RUN + "--op",
-    "slice": _READ + _RUN + "--layers --block",
-    "copy": _READ + _WRITE + "--read-back --dry-run",
+    "modify-state-dict": _READ + _RUN + "--op --hard-link",
+    "slice": _READ + _RUN + "--layers --block --hard-link",
+    "copy": _READ + _WRITE + "--read-back --dry-run --hard-link",
     "average": _READ + _RUN + "--weights --ema --last",
     "merge-adapter": _READ + _RUN + "--alpha --ignore-keys",
-    "repair": _READ + _RUN,
-    "strip": _READ + _RUN + _FRESH + "--dtype --check-masters",
+    "repair": _READ + _RUN + "--hard-link",
+    "strip": _READ + _RUN + _FRESH + "--dtype --check-masters --hard-link",
     "print-tensor": _READ + "--slice --role --stats --json",
 }  # fmt: skip

@@ -142,13 +142,23 @@ def test_a_choice_has_the_words_of_its_field(filled: Callable[..., Any], own: Ma
         ),
         (
             CopyOptions,
-            {"every_iteration", "read_back", "iteration", "trust_pickle", "overwrite", "resume", "write"}
+            {
+                "every_iteration",
+                "read_back",
+                "iteration",
+                "trust_pickle",
+                "overwrite",
+                "resume",
+                "hard_link",
+                "write",
+            }
             | {"tracker", "dry_run"},
         ),
         (
             AverageOptions,
             edit._AVERAGE.keys() - {"last"}
-            | {"iteration", "trust_pickle", "overwrite", "resume", "write", "tracker", "dry_run"},
+            | {"iteration", "trust_pickle", "overwrite", "resume", "hard_link", "write"}
+            | {"tracker", "dry_run"},
         ),
     ],
 )

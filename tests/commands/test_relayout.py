@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ckpt_tools import ConvertOptions, Layout, TargetOptions, Topology, convert_to_fsdp_dtensor
 from ckpt_tools.cli.app import run
 from ckpt_tools.model.choices import LayoutName
 from tests.commands import oracle
+from tests.commands.made import fsdp
+from tests.commands.rewritten import saved
 from tests.commands.test_to_fsdp_dtensor import options_of, source_of
 from tests.conftest import DATA, fixture_dir
+from tests.folders import is_sound
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
 DP3, DP2_TP2 = Topology(dp_shard=3), Topology(dp_shard=2, tp=2)
@@ -91,7 +97,7 @@ def test_a_native_checkpoint_is_laid_out(tmp_path, capsys):
 
 def test_options_that_would_change_the_content_are_refused(tmp_path, capsys):
     first = laid_out(LLAMA, tmp_path / "a", DP3)
-    for words in (["--weights-only"], ["--vocab-size-padded", "256"], ["--target", "bridge"]):
+    for words in (["--weights-only"], ["--vocab-size-padded", "256"], ["--experts", "grouped"]):
         assert run(["convert", str(first), str(tmp_path / "b"), "--quiet", *words]) == 2
         assert "already an fsdp_dtensor checkpoint" in capsys.readouterr().err
     assert not (tmp_path / "b").exists()
@@ -130,3 +136,32 @@ def test_rng_of_more_or_fewer_ranks(tp, note, tmp_path, capsys):
     assert {k.replace("(0, 0)", ""): v for k, v in old.items() if "(0, 0)" in k} != {
         k.replace("(0, 1)", ""): v for k, v in old.items() if "(0, 1)" in k
     }
+
+
+@pytest.mark.parametrize("name", ["main_mla_mtp_moe_fr_tp2", "core019_llama_tp2_fully_reshardable"])
+@pytest.mark.parametrize("programs", ["core-0.16 main", "main core-0.17", "core-0.17 core-0.16"])
+@pytest.mark.parametrize("more", [[], ["--hard-link"]])
+def test_renamed_for_another_program_or_straight_is_the_same(name, programs, more, tmp_path):
+    first, second = programs.split()
+    source, straight = fsdp(name, dialect=first, tp=2), fsdp(name, dialect=second, tp=2)
+    assert run(["convert", str(source), str(tmp_path / "out"), "--target", second, *more]) == 0
+    oracle.assert_same(tmp_path / "out", straight)
+    assert oracle.objects(tmp_path / "out") == oracle.objects(straight)
+    assert oracle.metadata(tmp_path / "out").planner_data == oracle.metadata(straight).planner_data
+    assert is_sound(tmp_path / "out")
+    assert (
+        run(["convert", str(tmp_path / "out"), str(tmp_path / "again"), "--target", second]) == 2
+    )  # it is already
+
+
+def test_a_program_that_stores_other_values_is_refused(tmp_path, capsys):
+    llama, fused = fsdp(LLAMA.name), tmp_path / "fused"
+    tensors = oracle.tensors(llama)
+    tensors["model.module.decoder.layers.0.self_attention.linear_qkv_down_proj.weight"] = torch.ones(4, 4)
+    args = argparse.Namespace(mla_down_proj_fusion=True)
+    for state in (tensors, {**oracle.tensors(llama), "args": args}):
+        shutil.rmtree(fused, ignore_errors=True)
+        assert run(["convert", str(saved(fused, state)), str(tmp_path / "out"), "--target", "core-0.17"]) == 2
+        assert "fused down-projections of MLA" in capsys.readouterr().err
+    assert run(["convert", str(llama), str(tmp_path / "out"), "--target", "bridge"]) == 2
+    assert "Megatron-Bridge keeps other files" in capsys.readouterr().err

@@ -36,6 +36,7 @@ from ckpt_tools.model.transfers import (
 )
 from ckpt_tools.model.views import Narrow, Place, Select, Source
 from ckpt_tools.plan.build import Placement, build_plan, file_rank, plan_digest, worker_share
+from ckpt_tools.plan.links import link_tensors
 from tests.conftest import REPO
 from tests.strategies import Shape, tilings
 
@@ -308,6 +309,12 @@ def test_an_empty_shard_is_written_only_for_a_tensor_without_elements(shape):
     assert [(item.file, item.box) for item in plan.items] == [
         ("__1_0.distcp", rest) if shape[0] else ("__0_0.distcp", empty)
     ]
+    stored = catalog_of(w=("float32", shape, [empty, rest, empty]))
+    linked = link_tensors(plan, target, stored, stored, lambda _: 3 * 4096)
+    assert [(item.file, item.offset, item.box) for item in linked.linked] == [
+        ("s", 4096, rest) if shape[0] else ("s", 0, empty)
+    ]
+    assert (linked.items, linked.file_bytes, linked.links) == ((), {}, {"s": 3 * 4096})
 
 
 @given(st.data())

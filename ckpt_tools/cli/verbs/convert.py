@@ -28,9 +28,9 @@ InputDir = Annotated[str, typer.Argument(help="A run, or one of its iterations."
 # What has a meaning for one direction only; a flag without effect is refused.
 _ANY = t.RUNNING | t.READING | {"ignore_keys", "oom_traceback"}
 MEANING: dict[Format, frozenset[str]] = {
-    "fsdp_dtensor": _ANY | t.FSDP_TARGET | JOB_SIZES | {"check_masters"},
-    "torch_dist": _ANY | t.TORCH_DIST_TARGET,
-    "dcp": _ANY | t.DCP_TARGET | JOB_SIZES | {"check_masters"},
+    "fsdp_dtensor": _ANY | t.FSDP_TARGET | JOB_SIZES | {"check_masters", "hard_link"},
+    "torch_dist": _ANY | t.TORCH_DIST_TARGET | {"hard_link"},
+    "dcp": _ANY | t.DCP_TARGET | JOB_SIZES | {"check_masters", "hard_link"},
     "hf": _ANY | {"dtype", "tp", "vocab_size", "hf_config", "max_shard_bytes", "check_masters"},
 }
 _ALWAYS = {"input_dir", "output_dir", "to"}
@@ -174,7 +174,7 @@ def _long_form(to: Format, source: MegatronFormat) -> Callable[..., None]:
         convert(ctx, input_dir, output_dir, to=to, **given)
 
     command.__doc__ = f"Convert a {source} checkpoint to {to}: `convert --to {to}`."
-    return with_options(command, MEANING[to], OWN)
+    return with_options(command, MEANING[to] - {"hard_link"}, OWN)  # another format has other files
 
 
 def _expect(kind: MegatronFormat, path: str, iteration: int | Literal["all"] | None, to: Format) -> None:

@@ -11,7 +11,7 @@ import typer
 from ckpt_tools.cli import options as v
 from ckpt_tools.cli import render
 from ckpt_tools.cli.options import flag, option
-from ckpt_tools.cli.reports import masters_text, print_edited, print_lines, print_report
+from ckpt_tools.cli.reports import masters_text, print_edited, print_lines, print_report, shared
 from ckpt_tools.cli.table import (
     FRESH,
     FRESH_OPTIMIZER,
@@ -111,7 +111,7 @@ def slice_layers(input_dir: Checkpoint, output_dir: OutputDir, **given: Any) -> 
 
 def _edited_json(done: ConversionReport) -> dict[str, object]:
     return {
-        "schema_version": 1, "source": done.source, **done.edit_json(),
+        "schema_version": 1, "source": done.source, **done.edit_json(), **done.links(),
         "removed": done.edits.removed, "renamed": done.edits.renamed,
     }  # fmt: skip
 
@@ -163,6 +163,7 @@ def _stripped_json(done: ConversionReport, dtype: str | None) -> dict[str, objec
         "schema_version": 1,
         "source": done.source,
         **done.edit_json(),
+        **done.links(),
         "masters": done.masters.as_json(),
         "removed": done.edits.removed,
         "dtype": dtype,
@@ -284,6 +285,7 @@ def _repaired_json(done: Repaired) -> dict[str, object]:
         "object_count": 0 if report is None else report.objects,
         "left_out": done.left_out,
         "written": None if report is None or report.written is None else report.written.in_short(),
+        **({} if report is None else report.links()),
     }
 
 
@@ -340,7 +342,7 @@ def _print_copies(done: CopyReport, verbose: bool) -> None:
 def _print_copied(copied: Copied, verbose: bool) -> None:
     written = copied.written
     size = f"{copied.files:,} files, {human_bytes(copied.nbytes)}"
-    lines = list[str]()
+    lines = shared({"linked_files": copied.links})
     if written is None:
         verb = "would copy"
     else:
@@ -401,18 +403,18 @@ def merge_adapter(
     )
 
 
-_EDITING = READING | RUNNING
+_EDITING = READING | RUNNING | {"hard_link"}
 COMMANDS = {
     "modify-state-dict": with_options(modify_state_dict, _EDITING, _MODIFY),
     "slice": with_options(slice_layers, _EDITING, _SLICE),
-    "strip": with_options(
-        strip, _EDITING | FRESH_OPTIMIZER | {"resume", "workers", "threads", "check_masters"}, _STRIP
-    ),
-    "average": with_options(average, _EDITING, _AVERAGE),
+    "strip": with_options(strip, _EDITING | FRESH_OPTIMIZER | {"check_masters"}, _STRIP),
+    "average": with_options(average, READING | RUNNING, _AVERAGE),
     "repair": with_options(repair, _EDITING),
     "copy": with_options(
         copy,
-        READING | REWRITING | {"resume", "dry_run", "workers", "threads", "memory_bytes", "fsync", "direct"},
+        READING
+        | REWRITING
+        | {"resume", "hard_link", "dry_run", "workers", "threads", "memory_bytes", "fsync", "direct"},
         _COPY,
     ),
     "merge-adapter": with_options(merge_adapter, RUNNING | READING | {"ignore_keys", "alpha"}),

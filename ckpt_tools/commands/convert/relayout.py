@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from ckpt_tools.commands.convert.version_2 import renamed
 from ckpt_tools.commands.job.conversion import ConvertOptions, Prepared
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.outputs import read_bridge_files, trackers_of, with_record
@@ -25,7 +26,15 @@ from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.fsdp_dtensor.parameters import packed_projections
 from ckpt_tools.megatron.fsdp_dtensor.read import SmallValues, read_fsdp_source
 from ckpt_tools.megatron.fsdp_dtensor.write import Relayout, build_relayout
-from ckpt_tools.megatron.names import ModelStyle
+from ckpt_tools.megatron.keys import GROUP_META
+from ckpt_tools.megatron.names import (
+    BRIDGE,
+    MLA_FUSED_DOWN,
+    ModelStyle,
+    dialect_named,
+    is_hybrid_mtp,
+    respelled,
+)
 from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.megatron.run_state.record import TargetRecord, read_record
 from ckpt_tools.megatron.run_state.settings import read_settings, refuse_tensor_parallel
@@ -49,7 +58,7 @@ def prepare_relayout(opened: Opened, options: ConvertOptions, layout: Layout) ->
     if source.has_optimizer:
         held = {kind for tensor in source.tensors for kind in tensor.states}
         refuse_missing_states(held, common, list(source.groups.values()))
-    old, stored = source.record or TargetRecord(), source.tp
+    old, stored, dialect = source.record or TargetRecord(), source.tp, options.target.dialect
     asked_tp = said_tp(options.target.tp, layout)
     if asked_tp is not None:
         refuse_tensor_parallel(asked_tp.ranks, common.arg, (tensor.name for tensor in source.tensors))
@@ -62,9 +71,10 @@ def prepare_relayout(opened: Opened, options: ConvertOptions, layout: Layout) ->
     rows = vocabulary(((t.name, t.shape) for t in source.tensors), args, old.tokens)
     has_experts = any(".experts." in tensor.name for tensor in source.tensors)
     record, small = sized(old, tp, layout, has_experts), read_bridge_files(opened.files)
-    return Prepared(
+    record = replace(record, target=dialect or old.target)
+    prepared = Prepared(
         to="fsdp_dtensor",
-        loader=old.target,
+        loader=record.target,
         catalog=source.catalog,
         target=built.target,
         extra_files=with_record(small, record),
@@ -75,6 +85,21 @@ def prepare_relayout(opened: Opened, options: ConvertOptions, layout: Layout) ->
         live_model=lambda: source_model(source, _style(common, options)),
         archives=lambda: stored_archives(opened.files, built),
     )
+    if dialect is None:
+        return prepared
+    names = [*(tensor.name for tensor in source.tensors), *source.groups]
+    why = ""
+    if (dialect == BRIDGE) != (bool(small) or old.target == BRIDGE):
+        why = "Megatron-Bridge keeps other files than Megatron-LM"
+    elif read_settings(common).fused_mla_down or any(MLA_FUSED_DOWN in name for name in names):
+        why = "programs store the fused down-projections of MLA in different ways"
+    if why:
+        raise UsageError(
+            f"--target {dialect}: {why}, so more than names would change. Go through torch_dist: convert with --to "
+            f"torch_dist, and that with --target {dialect}"
+        )
+    program, hybrid = dialect_named(dialect), is_hybrid_mtp(names)
+    return renamed(prepared, lambda key: respelled(key, program, key.startswith(GROUP_META), hybrid))
 
 
 def _style(common: CommonState, options: ConvertOptions) -> ModelStyle:
@@ -99,7 +124,8 @@ def _refuse_changes(location: Location, options: ConvertOptions) -> None:
             f"{location.path} is already an fsdp_dtensor checkpoint: `strip --fresh-optimizer` gives it a fresh "
             "optimizer"
         )
-    kept = TargetOptions(tp=options.target.tp, layer_spec=options.target.layer_spec)
+    asked = options.target
+    kept = TargetOptions(tp=asked.tp, layer_spec=asked.layer_spec, dialect=asked.dialect)
     if options.target.weights_only:
         raise UsageError(
             f"{location.path} is already an fsdp_dtensor checkpoint: `strip {location.path} OUT` leaves its "
@@ -107,19 +133,21 @@ def _refuse_changes(location: Location, options: ConvertOptions) -> None:
         )
     if options.target != kept:
         raise UsageError(
-            f"{location.path} is already an fsdp_dtensor checkpoint; it can be re-sharded for another topology, but "
-            "its names, types, groups and vocabulary stay as they are: leave those options out"
+            f"{location.path} is already an fsdp_dtensor checkpoint; it can be re-sharded for another topology, and "
+            "renamed for another --target, but types, groups and vocabulary stay as they are: leave those options out"
         )
 
 
-def need_other_job(location: Location, options: ConvertOptions) -> None:
-    """Raise UsageError if no job is named, so that nothing would change."""
+def need_other_job(opened: Opened, options: ConvertOptions) -> None:
+    """Raise UsageError if no other job is named, so that nothing would change."""
+    location, record = opened.location, read_record(opened.files) or TargetRecord()
     _refuse_changes(location, options)
-    if options.layout is None and options.target.tp is None:
+    asked = options.target
+    if options.layout is None and asked.tp is None and asked.dialect in (None, record.target):
         raise UsageError(
             f"nothing to convert: {location.path} is an fsdp_dtensor checkpoint already, and no other job is "
-            "named. Give its size to lay the checkpoint out for it (--gpus or --dp-shard, --tp, --world-size), or "
-            "another format with --to"
+            "named. Give its size to lay the checkpoint out for it (--gpus or --dp-shard, --tp, --world-size), its "
+            "program with --target, or another format with --to"
         )
 
 

@@ -90,7 +90,7 @@ def convert_to_fsdp_dtensor(
 def plan_fsdp_dtensor(opened: Opened, options: ConvertOptions, world: int) -> Conversion:
     """Everything up to the first byte; `world` processes convert."""
     if opened.location.kind == "fsdp_dtensor":
-        need_other_job(opened.location, options)
+        need_other_job(opened, options)
     layout = options.layout or Layout(world=world, of_job=False)
     if stays_plain(opened, options):
         need_job(opened.location, options)

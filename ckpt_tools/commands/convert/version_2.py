@@ -33,7 +33,7 @@ def for_version_2(prepared: Prepared, common: CommonState, layout: Layout) -> Pr
     """What v2 asks for, of what v1 does; what has the names of v2 keeps them."""
     _refuse(prepared, common, layout)
     again = prepared.without_masters
-    made = prepared if is_version_2(t.key for t in prepared.target.tensors) else _renamed(prepared, respelled)
+    made = prepared if is_version_2(t.key for t in prepared.target.tensors) else renamed(prepared, respelled)
     return replace(
         made,
         target=replace(made.target, notes=(*made.target.notes, _NOTE)),
@@ -45,7 +45,7 @@ def for_version_1(prepared: Prepared) -> Prepared:
     """What v1 asks for, of a checkpoint that may have the names of v2."""
     if not is_version_2(t.key for t in prepared.target.tensors):
         return prepared
-    return _renamed(prepared, wrapped)
+    return renamed(prepared, wrapped)
 
 
 def respelled(key: str) -> str:
@@ -71,9 +71,10 @@ def is_version_2(keys: Iterable[str]) -> bool:
     return bool(own) and not any(key.startswith(of_version_1) for key in own)
 
 
-def _renamed(prepared: Prepared, rename: Rename) -> Prepared:
+def renamed(prepared: Prepared, rename: Rename) -> Prepared:
+    """The same with other keys for everything."""
     archives, target = prepared.archives, prepared.target
-    renamed = replace(
+    made = replace(
         target,
         tensors=tuple(
             replace(t, key=rename(t.key), path=_path(t.path, rename(t.key))) for t in target.tensors
@@ -83,9 +84,7 @@ def _renamed(prepared: Prepared, rename: Rename) -> Prepared:
             replace(o, key=rename(o.key), path=_path(o.path, rename(o.key))) for o in target.objects
         ),
     )
-    return replace(
-        prepared, target=renamed, archives=lambda: ((rename(key), data) for key, data in archives())
-    )
+    return replace(prepared, target=made, archives=lambda: ((rename(key), data) for key, data in archives()))
 
 
 def _path(path: Path, key: str) -> Path:

@@ -36,6 +36,7 @@ from ckpt_tools.megatron.run_state.common_state import read_common_state
 from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.target import Target
 from ckpt_tools.plan.build import RawFile, Run, build_copy_plan
+from ckpt_tools.plan.links import link_files
 
 _TENSORS = (".distcp", ".safetensors")  # files that hold them
 _SMALL_BYTES = 1 << 20  # files up to this length are held in memory
@@ -63,6 +64,7 @@ class Copied:
     proven: int  # payloads and small archives that have the checksum their writer stored
     without_checksum: int  # payloads without a stored checksum
     read_back: bool
+    links: Mapping[str, int]  # files that both share -> length in bytes
     left_out: tuple[str, ...]  # names of files in inner folders, and of what is not a file
     written: WriteReport | None  # None: a dry run
 
@@ -77,6 +79,7 @@ class Copied:
             "payloads_proven": self.proven,
             "payloads_without_checksum": self.without_checksum,
             "read_back": self.read_back,
+            "linked_files": dict(self.links),
             "left_out": list(self.left_out),
             "replaced": None if self.written is None else self.written.replaced,
             "tracker": None if self.written is None else self.written.tracker,
@@ -162,14 +165,20 @@ def _copy(source: str, output: str, options: CopyOptions, progress: Progress | N
         }  # an error: it is absent
         big = {name: n for name, n in sizes.items() if n and (n > _SMALL_BYTES or name.endswith(_TENSORS))}
         big.pop(METADATA, None)
-        runs, proven_whole = _runs(files, catalog, big, options.write.check_source != "none")
+        prove = options.write.check_source != "none"
+        # Other files are few, and some people edit them.
+        links = {name: n for name, n in big.items() if options.hard_link and name.endswith(_TENSORS)}
+        read = big if prove else {name: n for name, n in big.items() if name not in links}
+        runs, proven_whole = _runs(files, catalog, read, prove)
+        plan = build_copy_plan(runs)
+        plan = link_files(plan, links) if links else plan
         made = Conversion(
             to="hf" if location.kind == "safetensors" else location.kind,
             loader=None,
             iteration=location.iteration,
             catalog=catalog,
             target=Target(()),
-            plan=build_copy_plan(runs),
+            plan=plan,
             extra_files=_small_files(files, [name for name in sizes if name not in big]),
             beside=_trackers(source, location),
             edits=Edits(),
@@ -188,6 +197,7 @@ def _copy(source: str, output: str, options: CopyOptions, progress: Progress | N
         (0 if done is None else done.payloads_proven) + proven_whole,
         sum(run.crc32 is None for file in runs.values() for run in file.runs),
         options.read_back,
+        plan.links,
         left_out,
         done,
     )

@@ -19,7 +19,7 @@ from ckpt_tools.commands.job.outputs import choose_output
 from ckpt_tools.commands.job.placements import Layout, LiveModel, lay_out, place_model
 from ckpt_tools.commands.job.report import ConversionReport, Edits, Masters, MastersUse
 from ckpt_tools.commands.job.target_job import TargetJob
-from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, VerificationError
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError, VerificationError
 from ckpt_tools.execute.move.read_box import read_box
 from ckpt_tools.execute.processes.ranks import Ranks, connect
 from ckpt_tools.execute.processes.team import with_workers
@@ -31,15 +31,16 @@ from ckpt_tools.execute.proof.masters import (
 from ckpt_tools.execute.proof.prove_source import prove_payloads
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, rehearse, write_checkpoint
 from ckpt_tools.formats.locate.detect import Location
-from ckpt_tools.formats.storage.files import AnyPath, Files, path_text
+from ckpt_tools.formats.storage.files import AnyPath, Files, LocalFiles, path_text
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.run_state.common_state import RUN_CONFIG, TRAIN_STATE
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.choices import CheckLevel, Format, MegatronFormat
 from ckpt_tools.model.target import Target, TargetTensor, kept_exactly
-from ckpt_tools.model.transfers import Plan, plan_summary
+from ckpt_tools.model.transfers import Plan, links_summary, plan_summary
 from ckpt_tools.model.without_gc import without_gc
+from ckpt_tools.plan.links import link_tensors
 from ckpt_tools.sharding.topology import Topology
 
 Progress = Callable[[int, int], None]
@@ -52,6 +53,7 @@ class RunOptions:
 
     overwrite: bool = False
     resume: bool = False
+    hard_link: bool = False  # data files are not copied but get one more name
     write: WriteOptions = field(default_factory=WriteOptions)
 
 
@@ -210,13 +212,16 @@ def convert(
             )
         ranks = connect()
         place = writer.place(source, opened.location, output, options)
-        conversion = _plan(writer, opened, options, ranks)
+        conversion = _linked(_plan(writer, opened, options, ranks), opened, options)
         contradictions = _contradictions(opened, conversion)
         prove_zeros(opened, conversion)
         nbytes = conversion.plan.bytes_to_write
+        if options.write.check_source != "none":
+            nbytes += sum(conversion.plan.links.values())  # which are read
         with with_workers(nbytes, options.write, ranks, place.directory) as (ranks, write):
             rehearse(conversion.plan, opened.files, _complete(place, conversion), write, ranks)
             conversion, masters = with_proven_masters(opened, conversion, write, ranks)
+            conversion = _linked(conversion, opened, options)  # it may be another now
             written = None
             if not dry_run:
                 written_too = (
@@ -266,6 +271,18 @@ def _plan(writer: Writer[AnyOptions], opened: Opened, options: AnyOptions, ranks
             threads = options.write.threads
             ranks.together(lambda: prove_payloads(opened.files, opened.catalog, share, threads))
         raise
+
+
+def _linked(conversion: Conversion, opened: Opened, options: RunOptions) -> Conversion:
+    """The conversion with links in the place of data files, if these are asked for."""
+    if options.hard_link and not isinstance(opened.files, LocalFiles):
+        raise UsageError(f"--hard-link: {opened.location.path} is not a folder on a disk. Leave it out")
+    if not options.hard_link or conversion.plan.links or conversion.copies_files:
+        return conversion
+    plan = link_tensors(
+        conversion.plan, conversion.target, conversion.catalog, opened.catalog, opened.files.size
+    )
+    return replace(conversion, plan=plan)
 
 
 def _complete(place: Output, conversion: Conversion) -> Output:
@@ -391,7 +408,7 @@ def _report(
         warnings=contradictions,
         job=None if conversion.job is None else conversion.job.as_json(),
         written=written,
-        plan=plan_summary(conversion.plan),
+        plan=plan_summary(conversion.plan) | links_summary(conversion.plan),
         edits=conversion.edits or Edits(),
     )
 

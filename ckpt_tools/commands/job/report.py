@@ -91,6 +91,10 @@ class ConversionReport:
         data |= {"source": redacted(self.source), "output": redacted(self.output)}
         return {"schema_version": SCHEMA_VERSION, **data, "masters": self.masters.as_json()}
 
+    def links(self) -> dict[str, Any]:
+        """What output and source share, as `links_summary` has it."""
+        return {name: self.plan[name] for name in ("linked_files", "bytes_unreferenced")}
+
     def edit_json(self) -> dict[str, Any]:
         """What all commands that edit checkpoints say to programs; the schema versions are theirs."""
         return {

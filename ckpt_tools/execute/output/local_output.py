@@ -8,11 +8,11 @@ Everything is written under `<parent>/.<name>.ckpt_tools-partial/`::
     publishing   the inode number of `checkpoint/` and its plan, once it is complete
     replaced/    the old directory, where the file system cannot exchange two names at once
 
-Rank 0 locks it, makes all files in full length and writes what the plan holds itself (blobs). Every rank writes its
-items, a run of neighbours, and notes each in its journal. Then rank 0 renames `checkpoint/` to `<parent>/<name>`. A
-process killed before that leaves the old state and a hidden partial directory; the next one cleans up or resumes from
-it. An error leaves the hidden directory if a run can resume from it (storage, signals, defects), and removes it
-otherwise (damage, wrong masters).
+Rank 0 locks it, makes links and all other files in full length and writes what the plan holds itself (blobs). Every
+rank writes its items, a run of neighbours, and notes each in its journal. Then rank 0 renames `checkpoint/` to
+`<parent>/<name>`. A process killed before that leaves the old state and a hidden partial directory; the next one
+cleans up or resumes from it. An error leaves the hidden directory if a run can resume from it (storage, signals,
+defects), and removes it otherwise (damage, wrong masters).
 
 The name of the partial directory can be guessed, so somebody may have put something there: a link to a directory, a
 lock that is a link to a file. It is held open as a handle, belongs to this user alone (0700), and what is in it is
@@ -49,7 +49,7 @@ from ckpt_tools.execute.output.journal import Journal, fingerprint
 from ckpt_tools.execute.processes.threads import Work
 from ckpt_tools.execute.write_job import METADATA, Done, Found, SourceState, WriteJob
 from ckpt_tools.formats.storage.drivers import Part
-from ckpt_tools.formats.storage.files import Files, LocalFiles
+from ckpt_tools.formats.storage.files import Files, LocalFiles, stamp_of
 from ckpt_tools.formats.storage.joined_files import JoinedFiles
 from ckpt_tools.human import human_bytes
 from ckpt_tools.model.transfers import OutputItem
@@ -120,6 +120,18 @@ def allocated(data: Folder) -> int:
     return sum(status.st_blocks * 512 for name in data.names() if (status := data.status(name)))
 
 
+def link_refused_error(name: str, folder: Path, error: OSError) -> StorageError:
+    """What to say where `folder` gets no hard link to the file `name` of the source."""
+    why = {
+        errno.EXDEV: "they are on different file systems, mounts, filesets or quota projects",
+        errno.EPERM: "this file system has no hard links, or Linux allows none to files of another user "
+        "(fs.protected_hardlinks)",
+        errno.EOPNOTSUPP: "this file system has no hard links",
+        errno.EMLINK: "the file has as many links as the file system allows",
+    }.get(error.errno or 0, error.strerror or str(error))
+    return StorageError(f"{folder}: no hard link to {name}: {why}. Leave out --hard-link to copy the files.")
+
+
 def _folders_of(files: Files) -> list[Path]:
     """The directories of a mounted file system that a source lies in."""
     parts = files.parts if isinstance(files, JoinedFiles) else (files,)
@@ -181,7 +193,7 @@ class LocalOutput:
 
     def look(self) -> None:
         self._check_beside()
-        if self._resume and has_files(self._plan.file_bytes, lengths(self.final)):
+        if self._resume and self._has_files():
             return  # perhaps all is done: `take` compares
         above = next(f for f in (self.final.parent, *self.final.parent.parents) if os.path.lexists(f))
         if not above.is_dir():
@@ -195,6 +207,7 @@ class LocalOutput:
                 if any(len(os.fsencode(name)) > os.pathconf(above, "PC_NAME_MAX") for name in made):
                     raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
                 self._check_space(folder, self._nbytes - present)
+                self._check_one_file_system(folder)
         finally:
             self.close()
         if self._job.options.direct:
@@ -260,7 +273,7 @@ class LocalOutput:
         if not self._overwrite:
             raise UsageError(f"{final} is not empty; choose another output or replace it with --overwrite")
         _refuse_sources(final, self._sources)
-        written = {*self._plan.file_bytes, *self._job.output.extra_files}
+        written = {*self._plan.file_bytes, *self._plan.links, *self._job.output.extra_files}
         self.replaced = replaced(str(final), lambda name: _entries(old / name), written)
 
     def take(self, state: SourceState) -> Found:
@@ -273,8 +286,7 @@ class LocalOutput:
                 self._undo_half_replacement()
                 if self._resume and self._is_published():
                     return "published"
-                is_there = has_files(self._plan.file_bytes, lengths(self.final))
-                if self._resume and is_there and not self._journal.exists():
+                if self._resume and self._has_files() and not self._journal.exists():
                     return "finished"
                 found = self._make_room()
         except BaseException:
@@ -343,9 +355,17 @@ class LocalOutput:
         marker, final = self._read_marker(), self.parent().status(self.final.name)
         if marker is None or final is None or marker != self._mark(final):
             return False
+        sizes = {**self._plan.file_bytes, **self._plan.links}
         with self.parent().enter(self.final.name) as folder:  # inode numbers are used again: the sizes tell
-            found = {name: folder.status(name) for name in self._plan.file_bytes}
-        return all(s is not None and s.st_size == self._plan.file_bytes[name] for name, s in found.items())
+            found = {name: folder.status(name) for name in sizes}
+        return all(s is not None and s.st_size == sizes[name] for name, s in found.items())
+
+    def _has_files(self) -> bool:
+        """Whether the output has all files of the plan in full length, and as links those that are to be links."""
+        plan = self._plan
+        return has_files({**plan.file_bytes, **plan.links}, lengths(self.final)) and all(
+            (self.final / name).samefile(Path(self._job.files.location, name)) for name in plan.links
+        )
 
     def _take_lock(self) -> None:
         """Lock the partial directory, which a finishing converter may be removing right now."""
@@ -429,6 +449,7 @@ class LocalOutput:
             with storage_errors(self.data):
                 present = allocated(data)
             self._check_space(self.folder(), self._nbytes - present)
+            self._link(data)
             for name, size in self._plan.file_bytes.items():
                 with storage_errors(self.data / name):
                     fd = data.open(name, os.O_RDWR | os.O_CREAT, self._access.file)
@@ -437,6 +458,35 @@ class LocalOutput:
                         preallocate(fd, size, self._holes.get(name, ()))
                     finally:
                         os.close(fd)
+
+    def _link(self, data: Folder) -> None:
+        """Give the source's files that the plan keeps names in `data`."""
+        files = self._job.files
+        for name in self._plan.links:
+            assert isinstance(files, LocalFiles)  # or there were no links
+            with files.descriptor(name) as fd, storage_errors(data.path / name):
+                if self._job.options.fsync:
+                    os.fsync(fd)
+                there = data.status(name)  # a link of an earlier process, perhaps to another file
+                if there and os.path.samestat(there, os.fstat(fd)):
+                    continue
+                data.remove(name)
+                before = stamp_of(os.fstat(fd))
+                try:  # by the open file: its name may lead to another by now
+                    os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=data.fd, follow_symlinks=True)
+                except OSError as error:
+                    raise link_refused_error(name, self.final, error) from error
+                after = stamp_of(os.fstat(fd))
+                if files.opened[name] == before == after._replace(ctime_ns=before.ctime_ns):
+                    files.opened[name] = after  # a link changes this time and nothing else
+
+    def _check_one_file_system(self, at: Folder) -> None:
+        """Raise StorageError if the files to be linked are not on the file system of `at`."""
+        for name in self._plan.links:
+            above = Path(os.path.realpath(Path(self._job.files.location, name))).parent
+            with storage_errors(above):
+                if above.stat().st_dev != os.fstat(at.fd).st_dev:
+                    raise link_refused_error(name, self.final, OSError(errno.EXDEV, ""))
 
     def _check_space(self, at: Folder, nbytes: int) -> None:
         """Raise StorageError if the file system of `at` has less than `nbytes` free."""
@@ -469,6 +519,9 @@ class LocalOutput:
         finished = journal.finished()
         journal.open(job.ranks.rank)
         with closing(journal), self.open_data() as folder:
+            linked = worker_share(self._plan.linked, job.ranks.rank, job.ranks.world)
+            for item in self._plan.linked[linked.start : linked.stop]:
+                source.note(item.transfers)
             work = Work(job, self._numbers(), source, folder, journal)
             counters = work.run(finished)
         return Done(counters, work.resumed)

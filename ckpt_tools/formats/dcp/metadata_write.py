@@ -52,7 +52,7 @@ def metadata_bytes(plan: Plan) -> bytes:
         if blob.box is not None:
             chunks[blob.key].append(blob.box)
         stored.append((blob.key, blob.box, 0, blob.file, blob.offset, blob.length))
-    for item in plan.items:
+    for item in (*plan.linked, *plan.items):
         stored.append((item.key, item.box, len(chunks[item.key]), item.file, item.offset, item.length))
         chunks[item.key].append(item.box)
     out = _Pickle()

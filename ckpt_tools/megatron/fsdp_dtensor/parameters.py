@@ -33,12 +33,12 @@ from ckpt_tools.megatron.keys import (
 from ckpt_tools.megatron.names import (
     MLA_DOWN,
     MLA_FUSED_DOWN,
-    MTP_LIVE,
     PART_ORDERS,
     Dialect,
     ModelStyle,
     fuse_local_norm,
     group_name,
+    is_hybrid_mtp,
     live_name,
     state_name,
     stored_name,
@@ -219,7 +219,7 @@ def stored_parameters(
     `tp` is the tensor-parallel size of the job that wrote the tensors, None if unknown; `local_norms`
     whether its norms are modules of their own where Transformer Engine fuses them, None when nobody said.
     """
-    hybrid = any(f"{MTP_LIVE}layers." in tensor.name for tensor in tensors)
+    hybrid = is_hybrid_mtp(tensor.name for tensor in tensors)
     if is_hybrid(tensor.name for tensor in tensors):
         local_norms = False
     named = [(tensor, *split_expert(stored_name(tensor.name, hybrid))) for tensor in tensors]
