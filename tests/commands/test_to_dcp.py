@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import save
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import ckpt_tools
@@ -287,6 +288,18 @@ def test_real_faults_are_found(sharded, tmp_path, name, removed, renamed, said):
     root = without(sharded / name, tmp_path / "x", *removed, rename=renamed)
     found = [finding.message for finding in ckpt_tools.verify_checkpoint(root).findings]
     assert any(said in message for message in found), found
+
+
+def test_a_parameter_in_two_groups_is_found(tmp_path):
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["param_groups"].append(state["param_groups"][0] | {"params": [1]})
+    save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=tmp_path)
+    found = [finding.message for finding in ckpt_tools.verify_checkpoint(tmp_path).findings]
+    assert "parameter 1 is in two groups" in found
 
 
 def test_a_state_dict_is_known_again_beside_weights_for_version_2(tmp_path):
