@@ -290,6 +290,7 @@ def test_real_faults_are_found(sharded, tmp_path, name, removed, renamed, said):
     assert any(said in message for message in found), found
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 def test_a_parameter_in_two_groups_is_found(tmp_path):
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.Adam(model.parameters())
