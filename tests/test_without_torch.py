@@ -88,7 +88,7 @@ def test_the_quickstart_needs_none(no_torch: dict[str, str], tmp_path: Path) -> 
 
 def test_several_ranks_need_none(no_torch: dict[str, str], tmp_path: Path) -> None:
     job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    words = [sys.executable, "-m", "ckpt_tools", "convert", RUN, tmp_path / "out", "-q"]
+    words = [sys.executable, "-m", "ckpt_tools", "convert", str(RUN), str(tmp_path / "out"), "-q"]
     ranks = [subprocess.Popen(words, env=no_torch | job | {"RANK": str(rank)}) for rank in range(2)]
     assert [process.wait(100) for process in ranks] == [0, 0]
 

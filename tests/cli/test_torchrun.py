@@ -17,7 +17,7 @@ LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
 
 def torchrun(ranks: int, *words: object) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    program = "import sys; sys.modules['torch'] = None; from ckpt_tools.cli.app import run; sys.exit(run(sys.argv[1:]))"
+    program = "import sys; sys.modules['torch'] = None; from ckpt_tools.cli.app import run; sys.exit(run())"
     command = [
         *launcher,
         "--no-python",

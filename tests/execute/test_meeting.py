@@ -53,7 +53,7 @@ def meet(*environs: dict[str, str], seconds: float = 30) -> list[object]:
     return [said for _, said in sorted(json.loads(line) for line in done.stdout.splitlines())]
 
 
-def rank(number: int, world: int = 2, **more: str) -> dict[str, str]:
+def rank(number: int, world: int = 2, /, **more: str) -> dict[str, str]:
     return {"RANK": str(number), "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", **more}
 
 
@@ -82,7 +82,7 @@ def stranger(port: int) -> Iterator[None]:
 def test_ranks_of_torchrun_pass_strangers_and_other_jobs():
     """Of the ports that one job may use, another program has the first, and another job the second."""
     agent = {
-        "MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "a",
+        "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "a",
     }  # fmt: skip
     ports, _ = _ports(agent, is_slurm=False)
     assert len(ports) > 4 and str(ports[0]) != agent["MASTER_PORT"]
@@ -218,3 +218,45 @@ def test_a_message_waits_for_who_reads_late_and_not_for_who_is_silent(ends):
         here.beat()
     here.send(here.framed(text))  # returns
     assert here.is_lost()
+
+
+# Two ranks and a worker of each are suspended for longer than silence may last; rank 0 ends after rank 1.
+SUSPENDED = """
+import os, signal, sys, time
+from ckpt_tools.execute.processes import lines, meeting, team
+lines.BEAT_SECONDS, lines.SILENT_SECONDS, lines.STOPPED_LOOKS = 0.1, 0.8, 8
+os.setpgid(0, 0)
+pids = []
+for rank in (1, 0):
+    pids.append(os.fork())
+    if pids[-1] == 0:
+        os.setpgid(0, 0)
+        place = dict(MASTER_ADDR="localhost", MASTER_PORT=sys.argv[1])
+        ranks = meeting.connect(dict(RANK=str(rank), WORLD_SIZE="2", **place))
+        with team.forked(2, ranks) as (ranks, here):
+            ranks.together(lambda: os.write(1, b"."))
+            for _ in range(20):
+                time.sleep(0.1)
+                ranks.check()
+            assert ranks.together(lambda: ranks.rank) == [0, 1, 2, 3] and here == 2
+        time.sleep(rank)
+        sys.exit()
+time.sleep(1)
+for number in (signal.SIGSTOP, signal.SIGCONT):
+    for pid in pids:
+        os.killpg(pid, number)
+    time.sleep(1.5)
+assert [os.wait() for _ in pids] == [(pid, 0) for pid in pids]
+"""
+
+
+def test_a_suspended_job_goes_on_and_rank_0_leaves_last():
+    done = subprocess.run(
+        [sys.executable, "-c", SUSPENDED, str(free_port())],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("....", "", 0)

@@ -174,6 +174,7 @@ class _Beats:
         self._lines: list[Line] = []
         self._thread: threading.Thread | None = None
         self._end = threading.Event()
+        self._due = 0.0  # which forks do not put off
         os.register_at_fork(before=self._rest, after_in_parent=self._begin, after_in_child=self._close_all)
 
     def add(self, line: Line) -> None:
@@ -191,9 +192,10 @@ class _Beats:
             self._thread.start()
 
     def _run(self) -> None:
-        while not self._end.wait(BEAT_SECONDS):
+        while not self._end.wait(max(0.0, self._due - time.monotonic())):
             for line in self._lines:
                 line.beat()
+            self._due = time.monotonic() + BEAT_SECONDS
 
     def _rest(self) -> None:
         if self._thread is not None:

@@ -2,7 +2,7 @@
 
 Without an agent of torchrun rank 0 listens at MASTER_PORT. Where that is not free or not given, it takes the first
 free one of a few ports that all ranks make from the job's names, and the others try those until rank 0 of this job
-answers. A name keeps jobs apart; it is no secret and no protection from attackers.
+answers. A name keeps jobs apart; it does not keep attackers out.
 """
 
 from __future__ import annotations
@@ -91,9 +91,7 @@ def shares_its_node(environ: Mapping[str, str] = os.environ) -> bool:
 
 def _ports(environ: Mapping[str, str], is_slurm: bool) -> tuple[tuple[int, ...], str]:
     """The ports at which rank 0 may be, and the name of the job."""
-    has_agent = (
-        environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    )  # torchrun's, which listens at MASTER_PORT
+    has_agent = "TORCHELASTIC_RUN_ID" in environ  # torchrun's, which listens at MASTER_PORT
     master = environ.get("MASTER_PORT", "")
     parts = [environ.get(name, "") for name in (_SLURM_JOB if is_slurm else ("TORCHELASTIC_RUN_ID",))]
     name = " ".join(filter(None, (*parts, master)))
@@ -177,7 +175,7 @@ def _wait_for_ranks(job: _Job) -> list[Line]:
                 raise StorageError(
                     f"rank {absent} of {job.world} did not come to rank 0 at port {listener.getsockname()[1]} within "
                     f"{JOIN_SECONDS:.0f} s. {''.join(f'{one}. ' for one in refused)}Check MASTER_ADDR, and that all "
-                    f"ranks run. {_CHOOSE}."
+                    f"ranks run; to work alone, unset RANK and WORLD_SIZE. {_CHOOSE}."
                 )
             for key, _ in ready:
                 if key.fileobj is listener:
