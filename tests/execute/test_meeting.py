@@ -16,6 +16,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.execute.processes import lines
 from ckpt_tools.execute.processes.lines import Line
 from ckpt_tools.execute.processes.meeting import _first_host, _ports, connect, shares_its_node
+from ckpt_tools.execute.processes.ranks import PeerFailedError, Ranks
 from tests.conftest import REPO
 from tests.ports import free_port
 
@@ -201,9 +202,17 @@ def test_silence_is_counted_in_own_beats(ends):
     assert here.is_lost()
 
 
+def test_a_stop_that_follows_an_answer_is_of_the_next_step(ends):
+    here, there = ends
+    there.send(there.framed([{"result": 0}, {"result": 1}]) + there.framed("stop"))
+    ranks = Ranks(1, 2, here, None, (0, 1))
+    assert ranks.together(lambda: 1) == [0, 1]
+    with pytest.raises(PeerFailedError):
+        ranks.check()
+
+
 def test_a_message_waits_for_who_reads_late_and_not_for_who_is_silent(ends):
     here, there = ends
-    here.is_known = there.is_known = True
     text = "x" * (32 << 20)
     sender = threading.Thread(target=here.send, args=(here.framed(text),))
     sender.start()

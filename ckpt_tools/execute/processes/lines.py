@@ -26,7 +26,6 @@ BEAT_SECONDS = 2.0
 SILENT_SECONDS = 60.0  # without a sign of life
 LOOK_SECONDS = 0.1
 STOPPED_LOOKS = 600  # counted, so that a parent that was suspended too does not kill its workers
-_HELLO_BYTES = 1 << 16  # the longest message of a process that is not known yet
 
 
 class Line:
@@ -40,7 +39,7 @@ class Line:
         if not is_local:
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._end, self.is_local, self.pid = end, is_local, pid
-        self.is_open, self.is_known = True, is_local
+        self.is_open = True
         self.missed = 0  # beats since the last byte, or looks at a stopped process, in a row
         self.most_missed = STOPPED_LOOKS if is_local else math.ceil(SILENT_SECONDS / BEAT_SECONDS)
         self._received = bytearray()
@@ -69,10 +68,10 @@ class Line:
             if self._received[0] == 0:
                 self._received = self._received.lstrip(b"\0")
                 continue
-            end = 9 + int.from_bytes(self._received[1:9], "big")
-            if self._received[0] != 1 or (end > _HELLO_BYTES and not self.is_known):
+            if self._received[0] != 1:
                 self.is_open = False  # this is another program's
                 break
+            end = 9 + int.from_bytes(self._received[1:9], "big")
             if len(self._received) < max(9, end):
                 break
             content = bytes(self._received[9:end])

@@ -49,8 +49,7 @@ class _Job(NamedTuple):
         return f"{self.host}, port{'s' if several else ''} {', '.join(map(str, self.ports))}"
 
 
-_lines: dict[tuple[int, _Job], list[Line]] = {}  # of this process, which may convert several times
-_conversions: dict[tuple[int, _Job], count[int]] = {}
+_met: dict[tuple[int, _Job], tuple[list[Line], count[int]]] = {}  # a process may convert several times
 
 
 def connect(environ: Mapping[str, str] = os.environ) -> Ranks:
@@ -71,13 +70,11 @@ def connect(environ: Mapping[str, str] = os.environ) -> Ranks:
     host = environ.get("MASTER_ADDR") or _first_host(environ.get("SLURM_STEP_NODELIST", ""))
     job = _Job(rank, world, host.strip("[]"), *_ports(environ, is_slurm))
     place = os.getpid(), job
-    if place not in _lines:
-        _lines[place] = [_find_rank_0(job)] if rank else _wait_for_ranks(job)
-        _conversions[place] = count()
-    begun = (next(_conversions[place]), 0)
-    lines = _lines[place]
+    if place not in _met:
+        _met[place] = [_find_rank_0(job)] if rank else _wait_for_ranks(job), count()
+    lines, conversions = _met[place]
     up, down = (lines[0], {}) if rank else (None, {line: range(n, n + 1) for n, line in enumerate(lines, 1)})
-    return Ranks(rank, world, up, down, range(world), begun)
+    return Ranks(rank, world, up, down, range(world), (next(conversions), 0))
 
 
 def shares_its_node(environ: Mapping[str, str] = os.environ) -> bool:
@@ -139,7 +136,6 @@ def _find_rank_0(job: _Job) -> Line:
             send_to([line], _hello(job))
             answer = next_message(line, _ANSWER_SECONDS)
             if answer == "welcome":
-                line.is_known = True
                 BEATS.add(line)
                 return line
             line.close()
@@ -193,7 +189,6 @@ def _wait_for_ranks(job: _Job) -> list[Line]:
                 answer = _answer(said[0] if said else None, job, lines)
                 send_to([line], answer)
                 if answer == "welcome":
-                    line.is_known = True
                     lines[said[0]["rank"]] = line
                     BEATS.add(line)
                 elif answer[0] == "refused":

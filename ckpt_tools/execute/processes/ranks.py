@@ -166,8 +166,7 @@ class Ranks:
                 if "error" not in self._outcomes[self.rank]:
                     self._outcomes[self.rank] = {"error": serialize_error(error)}
                     is_sent = False  # once more
-        answer, self._answer = self._answer, None
-        self._outcomes, self._is_stopped = {}, False
+        answer, self._answer, self._outcomes = self._answer, None, {}
         self._steps += 1
         needed = all_need_it or any("error" in one for one in answer)
         send_to(self._down, answer if needed else [])
@@ -186,8 +185,8 @@ class Ranks:
                     self._note(self._down[line], *message)
                 elif message == _STOP:
                     self._is_stopped = True
-                else:
-                    self._answer = message
+                else:  # a stop that follows is of the next step
+                    self._answer, self._is_stopped = message, False
             if not line.is_open:
                 self._selector.unregister(line)
         for line, ranks in self._down.items():
