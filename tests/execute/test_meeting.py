@@ -233,6 +233,7 @@ def test_a_message_waits_for_who_reads_late_and_not_for_who_is_silent(ends):
 SUSPENDED = """
 import os, signal, sys, time
 from ckpt_tools.execute.processes import lines, meeting, team
+from ckpt_tools.formats.storage import io_pool
 lines.BEAT_SECONDS, lines.SILENT_SECONDS, lines.STOPPED_LOOKS = 0.1, 0.8, 8
 os.setpgid(0, 0)
 pids = []
@@ -242,6 +243,8 @@ for rank in (1, 0):
         os.setpgid(0, 0)
         place = dict(MASTER_ADDR="localhost", MASTER_PORT=sys.argv[1])
         ranks = meeting.connect(dict(RANK=str(rank), WORLD_SIZE="2", **place))
+        io_pool.pool().submit(int).result()
+        assert team.can_fork(), "the store's threads have ended, those that beat count for nothing"
         with team.forked(2, ranks) as (ranks, here):
             ranks.together(lambda: os.write(1, b"."))
             for _ in range(20):

@@ -22,6 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ckpt_tools.formats.storage.io_pool import BYSTANDERS
+
 BEAT_SECONDS = 2.0
 SILENT_SECONDS = 60.0  # without a sign of life
 LOOK_SECONDS = 0.1
@@ -180,15 +182,12 @@ class _Beats:
         self._lines.append(line)
         self._begin()
 
-    def threads(self) -> int:
-        """How many threads of this process are this one."""
-        return int(self._thread is not None)
-
     def _begin(self) -> None:
         if self._lines and self._thread is None:
             self._end.clear()
             self._thread = threading.Thread(target=self._run, name="ckpt-beats", daemon=True)
             self._thread.start()
+            BYSTANDERS.add(self._thread)
 
     def _run(self) -> None:
         while not self._end.wait(max(0.0, self._due - time.monotonic())):
@@ -200,6 +199,7 @@ class _Beats:
         if self._thread is not None:
             self._end.set()
             self._thread.join()
+            BYSTANDERS.remove(self._thread)
             self._thread = None
 
     def _close_all(self) -> None:

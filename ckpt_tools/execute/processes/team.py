@@ -27,11 +27,11 @@ from typing import TypeAlias, TypeVar
 
 from ckpt_tools.cores import usable_cores
 from ckpt_tools.errors import CkptError, StorageError, UsageError
-from ckpt_tools.execute.processes.lines import BEATS, Line
+from ckpt_tools.execute.processes.lines import Line
 from ckpt_tools.execute.processes.meeting import shares_its_node
 from ckpt_tools.execute.processes.ranks import Ranks, SerializedError, error_called, serialize_error
 from ckpt_tools.execute.write_job import WriteOptions
-from ckpt_tools.formats.storage.io_pool import connections_of, rest
+from ckpt_tools.formats.storage.io_pool import BYSTANDERS, connections_of, rest
 from ckpt_tools.formats.storage.object_store import S3
 from ckpt_tools.formats.storage.prefetch import Range, reading_ahead
 
@@ -81,16 +81,16 @@ def with_workers(
 def can_fork() -> bool:
     """Whether no other Python thread runs: a fork copies none of them, but the locks they hold.
 
-    Those that wait for stores are ended for it, and `BEATS` rests meanwhile.
+    Those that wait for stores are ended for it.
     """
     rest()
     is_main = threading.current_thread() is threading.main_thread()
-    return is_main and threading.active_count() == 1 + BEATS.threads()
+    return is_main and threading.active_count() == 1 + len(BYSTANDERS)
 
 
 def is_alone() -> bool:
     """Whether no thread of a C library runs either: who asks for workers may know that it outlives a fork."""
-    return can_fork() and len(os.listdir("/proc/self/task")) == 1 + BEATS.threads()
+    return can_fork() and len(os.listdir("/proc/self/task")) == 1 + len(BYSTANDERS)
 
 
 @contextmanager
