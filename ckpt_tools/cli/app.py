@@ -41,8 +41,9 @@ _LIBRARIES = ("torch", "numpy", "typer", "rich", "orjson", "safetensors", "isal"
 _OPTIONAL_LIBRARIES = ("botocore", "gcsfs", "multi-storage-client", "megatron-core", "transformers")
 # A list of names, not of prefixes: people paste the output into public issues.
 _VARIABLES = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS",
-    "SLURM_LOCALID", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT", "NO_COLOR", "TERM", "COLUMNS", "TMPDIR",
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "CKPT_TOOLS_PORT", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_NUM_NODES",
+    "SLURM_RESTART_COUNT", "NO_COLOR", "TERM", "COLUMNS", "TMPDIR",
     "OMP_NUM_THREADS", "PYTHONPATH", "PYTHONOPTIMIZE", "LD_PRELOAD", "AWS_REGION", "AWS_PROFILE",
     "AWS_ENDPOINT_URL", "MSC_CONFIG",
 )  # fmt: skip

@@ -126,7 +126,8 @@ TABLE: dict[str, Row] = {
                       help="Read the output back and compare every value before it is published."),
     "dry_run": flag("--dry-run", panel=RUN, help="Plan and check everything, write nothing."),
     "workers": option(int, "--workers", min=1, max=v.MAX_WORKERS, panel=RUN,
-                      help="Processes on this machine. Default: chosen from cores, memory and size, at most 16."),
+                      help="Processes on this machine, or of each rank of a launcher. Default: chosen from cores, "
+                           "memory and size, at most 16; 1 if ranks share a machine."),
     "threads": option(int, "--threads", default=2, min=1, max=v.MAX_THREADS, panel=RUN,
                       help="Threads per process."),
     "memory_bytes": option(str, "--max-memory", read=v.given_bytes, panel=RUN,

@@ -17,7 +17,16 @@ LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
 
 def torchrun(ranks: int, *words: object) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [*launcher, "-m", "ckpt_tools", "convert-torch-dist-to-fsdp-dtensor", *map(str, words)]
+    program = "import sys; sys.modules['torch'] = None; from ckpt_tools.cli.app import run; sys.exit(run())"
+    command = [
+        *launcher,
+        "--no-python",
+        sys.executable,
+        "-c",
+        program,
+        "convert",
+        *map(str, words),
+    ]  # no rank imports it
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         command, cwd=REPO, env=env, capture_output=True, text=True, timeout=200, check=False

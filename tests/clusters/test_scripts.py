@@ -42,6 +42,7 @@ class Slurm:
             "SLURM_JOB_ID": "20017",
             "SLURM_JOB_NUM_NODES": "2",
             "SLURM_JOB_NODELIST": "node[7-8]",
+            "SLURM_CPUS_ON_NODE": "96",
             **settings,
         }
         done = subprocess.run(
@@ -72,37 +73,33 @@ def test_scripts_are_shellcheck_clean():
     assert found.stdout == ""
 
 
-def test_convert_starts_one_task_a_rank_then_verifies(slurm):
-    settings = {"CONVERT_ARGS": "--dp-shard 8 --fsync", "CPUS_PER_RANK": "6"}
+def test_convert_starts_one_task_a_node_then_verifies(slurm):
+    settings = {"CONVERT_ARGS": "--dp-shard 8 --fsync"}
     code, _, calls = slurm.run(CONVERT, INPUT="/in", OUTPUT="/out dir", **settings)
     assert code == 0
     assert calls == [
-        "--nodes=2 --ntasks=8 --ntasks-per-node=4 --kill-on-bad-exit=1 --label --cpus-per-task=6 "
+        "--nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=96 --kill-on-bad-exit=1 --label "
         "python3 -m ckpt_tools convert-torch-dist-to-fsdp-dtensor /in /out dir --resume "
         "--report convert-20017.json --dp-shard 8 --fsync",
         "--nodes=1 --ntasks=1 python3 -m ckpt_tools verify /out dir",
     ]
 
 
-def test_convert_with_torchrun_in_a_container(slurm):
+def test_convert_in_a_container(slurm):
     code, _, calls = slurm.run(
         CONVERT,
         INPUT="/in",
         OUTPUT="/out",
-        LAUNCHER="torchrun",
-        RANKS_PER_NODE="16",
-        CPUS_PER_RANK="2",
+        CPUS_PER_TASK="32",
         VERIFY="0",
         COMMAND="convert",
         CONTAINER_IMAGE="nvcr.io/x:1",
         CONTAINER_MOUNTS="/in,/out",
-        SLURM_RESTART_COUNT="3",
     )
     assert code == 0
     assert calls == [
-        "--nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 --label --cpus-per-task=32 "
-        "--container-image=nvcr.io/x:1 --container-mounts=/in,/out torchrun --nnodes 2 --nproc-per-node 16 "
-        "--rdzv-backend c10d --rdzv-endpoint node7:20017 --rdzv-id 20017.3 -m ckpt_tools convert /in /out --resume "
+        "--nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=1 --label "
+        "--container-image=nvcr.io/x:1 --container-mounts=/in,/out python3 -m ckpt_tools convert /in /out --resume "
         "--report convert-20017.json"
     ]
 
@@ -118,7 +115,6 @@ def test_convert_returns_the_failure_of_its_ranks_and_of_the_verification(slurm)
     [
         ("OUTPUT=/out", "set INPUT to the checkpoint to convert"),
         ("INPUT=/in", "set OUTPUT to the directory to write"),
-        ("INPUT=/in OUTPUT=/out LAUNCHER=mpirun", "LAUNCHER is srun or torchrun, not mpirun"),
     ],
 )
 def test_convert_refuses_incomplete_settings(slurm, settings, message):

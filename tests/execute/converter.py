@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 from ckpt_tools.errors import CkptError, CorruptCheckpointError, StorageError
 from ckpt_tools.execute.move.stream import Pump
 from ckpt_tools.execute.output.local_output import LocalOutput
-from ckpt_tools.execute.processes import ranks as waiting
-from ckpt_tools.execute.processes import team
-from ckpt_tools.execute.processes.ranks import connect
+from ckpt_tools.execute.processes import lines, team
+from ckpt_tools.execute.processes.meeting import connect
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.formats.locate.detect import TRACKER
 from tests.conftest import REPO
@@ -65,8 +64,8 @@ class End(NamedTuple):
 def convert(order: Order, rank: int, environ: Mapping[str, str]) -> int:
     """One rank's conversion; its exit code."""
     here = Path(order.here)
-    waiting.BEAT_SECONDS, waiting.SILENT_SECONDS, waiting._LAST_WORDS_SECONDS = 0.2, 3.0, 0.5
-    team._STOPPED_LOOKS = 5
+    os.environ.update(environ)
+    lines.BEAT_SECONDS, lines.SILENT_SECONDS, lines.STOPPED_LOOKS = 0.2, 3.0, 5
     case = reopened_case(here / "source")
     plan = case.plan(order.parts + (order.fault == "plan") * rank)
     options = WriteOptions(2 if order.workers == 1 else 1, 12 << 20, workers=order.workers)
@@ -75,14 +74,14 @@ def convert(order: Order, rank: int, environ: Mapping[str, str]) -> int:
     output = Output(here / order.out, {TRACKER: b"7"}, overwrite=order.overwrite, resume=order.resume)
     count, after = itertools.count(), itertools.count()
     try:
-        launched = connect(environ)
+        launched = connect()
         if order.fault == "twice":
             write_checkpoint(
                 case.plan(3), case.files, replace(output, directory=here / "first"), options, ranks=launched
             )
-            launched = connect(environ)
+            launched = connect()
         if order.fault.startswith("limit"):
-            _limit_processes(order)
+            _limit_processes(order, rank)
         with team.with_workers(plan.bytes_to_write, options, launched) as (ranks, write):
             if ranks.rank == order.victim or order.fault == "slow":
                 _spoil(order.fault, here)
@@ -164,9 +163,9 @@ def _count_calls(killed_at: str, count: itertools.count[int], after: itertools.c
         setattr(os, name, deadly(getattr(os, name)))
 
 
-def _limit_processes(order: Order) -> None:
-    """The system starts one more process."""
-    fork, left = os.fork, [1]
+def _limit_processes(order: Order, rank: int) -> None:
+    """The system of rank 0 starts one more process, that of rank 1 starts three."""
+    fork, left = os.fork, [1] * (1 + 2 * rank)
 
     def limited() -> int:
         if not left:
@@ -187,8 +186,6 @@ def _environ(order: Order, rank: int, port: int) -> dict[str, str]:
 
 
 def _serve() -> None:
-    import torch.distributed  # noqa: F401  once, and not by every rank
-
     for line in sys.stdin:
         order, port = Order(**json.loads(line)), free_port()
         pids = []
@@ -210,7 +207,7 @@ def _serve() -> None:
                 for other in set(pids) - codes.keys():
                     os.kill(other, signal.SIGTERM)
             if order.fault == "stop" and order.world == len(codes) + 1:
-                os.kill(pids[order.victim], signal.SIGKILL)
+                os.kill(pids[order.victim // (order.workers or 1)], signal.SIGKILL)
         print(json.dumps([codes[pid] for pid in pids]), flush=True)
 
 

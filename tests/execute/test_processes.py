@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -17,16 +16,8 @@ from hypothesis import strategies as st
 
 from ckpt_tools.cli.app import _explain
 from ckpt_tools.cores import usable_cores
-from ckpt_tools.errors import Interrupted, MappingError, StorageError, UsageError
-from ckpt_tools.execute.processes import ranks as waiting
-from ckpt_tools.execute.processes.ranks import (
-    Line,
-    Ranks,
-    _first_host,
-    connect,
-    joined_error,
-    serialize_error,
-)
+from ckpt_tools.errors import Interrupted, MappingError, StorageError
+from ckpt_tools.execute.processes.ranks import joined_error, serialize_error
 from ckpt_tools.execute.processes.team import (
     Tick,
     _batches,
@@ -34,7 +25,6 @@ from ckpt_tools.execute.processes.team import (
     even_shares,
     results_of,
     start_jobs,
-    with_workers,
 )
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from tests.conftest import REPO
@@ -55,12 +45,14 @@ def partial(folder: Path) -> Path:
     return folder / ".out.ckpt_tools-partial"
 
 
-@pytest.mark.parametrize(("world", "workers"), [(2, 1), (4, 1), (1, 2), (1, 5)])
+@pytest.mark.parametrize(("world", "workers"), [(2, 1), (4, 1), (1, 2), (1, 5), (2, 2), (2, 3)])
 def test_any_number_of_processes_writes_the_same(converters, tmp_path, expected, world, workers):
     ends = converters.run(Order(str(tmp_path), parts=3, world=world, workers=workers))
     assert len(ends) == world and {end.ranks for end in ends} == {world * workers}, ends
     assert tree(tmp_path / "out") == expected
-    assert sorted((tmp_path / "left").read_text().split()) == [*map(str, range(world))]  # workers end inside
+    assert sorted((tmp_path / "left").read_text().split()) == [
+        str(rank) for rank in range(0, world * workers, workers)
+    ], "workers end inside"
 
 
 def test_one_job_converts_one_checkpoint_after_another(converters, tmp_path, expected):
@@ -75,6 +67,8 @@ def test_one_job_converts_one_checkpoint_after_another(converters, tmp_path, exp
     ("fault", "processes", "code", "says"),
     [
         ("fail", {"world": 2}, 7, "rank 1: the disk of this rank is on fire"),
+        ("fail", {"world": 2, "workers": 2, "victim": 3}, 7, "rank 1: the disk of this rank is on fire"),
+        ("kill", {"world": 2, "workers": 2, "victim": 3}, 7, "rank 1: worker 1 (process "),
         ("plan", {"world": 2}, 2, "the ranks made different plans"),
         ("defect", {"workers": 3}, 70, "in a worker:\nTraceback"),
         ("damage", {"workers": 3}, 4, "as seen by worker 1 | in one place | in another"),
@@ -84,7 +78,7 @@ def test_one_job_converts_one_checkpoint_after_another(converters, tmp_path, exp
     ],
 )  # fmt: skip
 def test_a_failure_of_one_is_that_of_all(converters, tmp_path, expected, fault, processes, code, says):
-    ends = converters.run(Order(str(tmp_path), parts=3, victim=1, fault=fault, **processes))
+    ends = converters.run(Order(str(tmp_path), parts=3, fault=fault, **{"victim": 1} | processes))
     assert all(end.status == code and says in end.message for end in ends), ends
     assert not (tmp_path / "out").exists() and not list(tmp_path.rglob("checkpoint/.metadata"))
     assert partial(tmp_path).exists() == (fault not in ("damage", "plan", "limit"))
@@ -96,9 +90,19 @@ def test_a_failure_of_one_is_that_of_all(converters, tmp_path, expected, fault, 
         assert end.status == 0 and tree(tmp_path / "out") == expected
 
 
-def test_where_processes_are_limited_fewer_write_the_same(converters, tmp_path, expected):
-    (end,) = converters.run(Order(str(tmp_path), parts=3, workers=None, fault="limit"))
-    assert end.ranks == 2 and tree(tmp_path / "out") == expected
+@pytest.mark.parametrize(
+    ("environ", "processes"),
+    [({}, [2]), ({"LOCAL_WORLD_SIZE": "1"}, [6, 6]), ({"LOCAL_WORLD_SIZE": "2"}, [2, 2])],
+)
+def test_one_process_a_node_forks_as_many_as_its_node_starts(
+    converters, tmp_path, expected, environ, processes
+):
+    """Fewer than would help, two on the first node and four on the second."""
+    order = Order(str(tmp_path), parts=3, world=len(processes), workers=None, fault="limit")
+    if environ:
+        order = replace(order, environ=environ | TORCHRUN)
+    assert [end.ranks for end in converters.run(order)] == processes
+    assert tree(tmp_path / "out") == expected
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
@@ -111,19 +115,28 @@ def test_a_signal_to_the_first_process_ends_all(converters, tmp_path, number, co
     assert not (tmp_path / "out").exists() and partial(tmp_path).exists()
 
 
+TORCHRUN = {"RANK": "RANK", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 SRUN = {
     "SLURM_PROCID": "RANK", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "127.0.0.1,127.0.0.2",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("world", "victim", "fault", "environ"),
-    [(2, 1, "stop", None), (2, 0, "kill", None), (4, 3, "kill", SRUN)],
+    ("world", "workers", "victim", "fault", "environ"),
+    [(2, 1, 1, "stop", None), (2, 2, 1, "stop", None), (2, 1, 0, "kill", None), (4, 1, 3, "kill", SRUN)],
 )
-def test_ranks_that_fall_silent_are_named(converters, tmp_path, world, victim, fault, environ):
+def test_ranks_that_fall_silent_are_named(converters, tmp_path, world, workers, victim, fault, environ):
     """With nobody to tell that they were killed or stopped."""
     make_case(tmp_path / "source", scale=24)
-    order = Order(str(tmp_path), world=world, victim=victim, fault=fault, environ=environ, parts=4)
+    order = Order(
+        str(tmp_path),
+        world=world,
+        workers=workers,
+        victim=victim * workers,
+        fault=fault,
+        environ=environ,
+        parts=4,
+    )
     for rank, end in enumerate(converters.run(order)):
         if rank != victim:
             assert end.status == StorageError.exit_code
@@ -151,78 +164,18 @@ def test_torchrun_ends_a_job_whose_rank_is_stopped(tmp_path):
         job.kill()
     code, message, *_ = json.loads((tmp_path / "end0").read_text())
     assert code == StorageError.exit_code
-    assert "no sign of life from rank 1: it was killed or stopped" in message
-
-
-class _Store:
-    """A store in this process."""
-
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-
-    def add(self, key: str, by: int) -> int:
-        self.counts[key] = self.counts.get(key, 0) + by
-        return self.counts[key]
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "BEAT_SECONDS", 0.01)
-    monkeypatch.setattr(waiting, "SILENT_SECONDS", 0.2)
-    monkeypatch.setattr(waiting, "JOIN_SECONDS", 1.0)
-
-
-def test_a_rank_may_come_late_but_not_fall_silent(quick):
-    store = _Store()
-    line = Line(0, 3, store, "rank 0")
-    store.add("beat/1", 1)
-    assert wait_until(lambda: line.silent() == [1]) >= 0.15
-    assert wait_until(lambda: line.silent() == [1, 2]) >= 0.4  # never came: waited for longer
-    store.add("beat/1", 1)
-    wait_until(lambda: line.silent() == [2])
-
-
-def test_ranks_watch_rank_0_alone_and_give_a_request_up_once(quick):
-    store = _Store()
-    store.add("beat/0", 1)
-    line = Line(2, 3, store, "rank 0, which keeps the store at h:1,")
-    wait_until(lambda: line.silent() == [0])
-    assert "beat/1" not in store.counts
-    assert store.counts["beat/2"] > 5
-    for longest in (5.0, 0.1):  # the second does not wait again
-        began = time.monotonic()
-        with pytest.raises(StorageError, match="rank 0, which keeps the store at h:1, was killed or stopped"):
-            line.ask(lambda: time.sleep(1))
-        assert time.monotonic() - began < longest
-
-
-def test_who_am_i():
-    for alone in (
-        {},
-        {"RANK": "0", "WORLD_SIZE": "1"},
-        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"},  # a batch script, no step
-    ):
-        assert type(connect(alone)) is Ranks
-    for environ, says in (
-        ({"RANK": "3", "WORLD_SIZE": "2"}, "RANK=3 is not one of the ranks 0 to 1 of WORLD_SIZE=2"),
-        ({"RANK": "x"}, "'x'"),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}, "MASTER_ADDR"),
-    ):
-        with pytest.raises(UsageError, match=says):
-            connect(environ)
-    for nodes, first in (("gpu[07-09,12],login1", "gpu07"), ("a-1,b-2", "a-1"), ("n[3,5-9]", "n3")):
-        assert _first_host(nodes) == first
+    assert "rank 1: no sign of life: it was killed or stopped" in message
 
 
 def test_errors_of_several_are_joined():
     errors = [MappingError("a", ["x", "y"]), MappingError("b", ["y"]), MappingError("c")]
-    joined = joined_error(dict(enumerate(map(serialize_error, errors))), names_ranks=True)
+    joined = joined_error(dict(enumerate(map(serialize_error, errors))), [0, 1, 2])
     assert isinstance(joined, MappingError)
     assert (str(joined), joined.told_problems) == ("rank 0: a\nrank 1: b\nrank 2: c", ("x", "y", "c"))
-    alone = joined_error({2: serialize_error(errors[2])}, names_ranks=False)
+    alone = joined_error({2: serialize_error(errors[2])}, ())
     assert isinstance(alone, MappingError)
     assert (str(alone), alone.told_problems) == ("c", ())
-    stopped = joined_error(dict.fromkeys((0, 1), serialize_error(KeyboardInterrupt())), names_ranks=False)
+    stopped = joined_error(dict.fromkeys((0, 1), serialize_error(KeyboardInterrupt())), ())
     assert (type(stopped), str(stopped)) == (Interrupted, "interrupted.")
 
 
@@ -230,14 +183,6 @@ def test_errors_of_several_are_joined():
 def test_threads_that_cannot_be_started_are_not_a_defect(where, capsys):
     assert _explain(RuntimeError(f"{where}can't start new thread")) == 7
     assert "the system starts no more threads" in capsys.readouterr().err
-
-
-def test_workers_are_refused_under_a_launcher():
-    with (
-        pytest.raises(UsageError, match="launcher has started 2"),
-        with_workers(1, WriteOptions(workers=2), Ranks(0, 2)),
-    ):
-        pass
 
 
 @pytest.mark.parametrize(

@@ -173,13 +173,13 @@ RANK = """
 import os, signal, sys
 from pathlib import Path
 from ckpt_tools.errors import CkptError
-from ckpt_tools.execute.processes import ranks as waiting
+from ckpt_tools.execute.processes import lines
 from ckpt_tools.execute.output import remote_output
-from ckpt_tools.execute.processes.ranks import connect
+from ckpt_tools.execute.processes.meeting import connect
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.execute.write_job import METADATA
 from tests.execute.conftest import reopened_case
-waiting.BEAT_SECONDS, waiting.SILENT_SECONDS, waiting._LAST_WORDS_SECONDS = 0.2, 4.0, 1.0
+lines.BEAT_SECONDS, lines.SILENT_SECONDS = 0.2, 4.0
 remote_output._PART_BYTES = 5 << 20
 ranks, case = connect(), reopened_case(Path(sys.argv[1]))
 original = remote_output._content
@@ -219,7 +219,7 @@ def test_uploads_of_a_killed_rank_end_with_the_run(proxy: FaultProxy, large: Cas
     ]
     said = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [7, -signal.SIGKILL]
-    assert "no sign of life from rank 1" in said[0]
+    assert "rank 1: no sign of life" in said[0]
     assert any(path.endswith("?uploads") and "ranks/__1_0" in path for _, path, _ in proxy.requests), (
         "it had begun"
     )

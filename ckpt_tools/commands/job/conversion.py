@@ -21,7 +21,8 @@ from ckpt_tools.commands.job.report import ConversionReport, Edits, Masters, Mas
 from ckpt_tools.commands.job.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError, VerificationError
 from ckpt_tools.execute.move.read_box import read_box
-from ckpt_tools.execute.processes.ranks import Ranks, connect
+from ckpt_tools.execute.processes.meeting import connect
+from ckpt_tools.execute.processes.ranks import Ranks
 from ckpt_tools.execute.processes.team import with_workers
 from ckpt_tools.execute.proof.masters import (
     MastersReport,

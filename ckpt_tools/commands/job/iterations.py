@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from ckpt_tools.commands.job.outputs import is_iteration, is_root
 from ckpt_tools.errors import CkptError, Interrupted, Terminated, UnsupportedCheckpointError, UsageError
-from ckpt_tools.execute.processes.ranks import connect
+from ckpt_tools.execute.processes.meeting import connect
 from ckpt_tools.formats.dcp.metadata_read import METADATA
 from ckpt_tools.formats.locate.detect import METADATA_JSON, iteration_numbers, locate, tracked_iteration
 from ckpt_tools.formats.locate.run_layouts import iteration_folders

@@ -1,14 +1,17 @@
-"""The processes of one conversion: who they are, and how they agree.
+"""The processes of one conversion, and how they agree.
 
-One process needs no torch. Several meet at the launcher's TCP store for a few small messages: outcomes of a step,
-never data. A rank that fails says so at once; the others see it within a second, stop, and all raise the same error.
-A rank that was killed or stopped says nothing: the others end within 90 seconds and name it (see `Line`). Forked
-processes of one machine (`team`) agree by the same steps, over pipes.
+They send each other a few small messages: outcomes of a step, never data. Rank 0 collects the outcomes and sends them
+to all. The ranks of a launcher have a line to rank 0 (`meeting`), a forked worker has one to the rank that has forked
+it (`team`), which sends the outcomes of all its workers with its own:
 
-Without a launcher's agent nobody reports a process that was killed or stopped. So every rank counts up a number at
-the store every two seconds from a separate thread. Rank 0 watches all numbers, the others that of rank 0 and the
-store itself. Silence is counted in own beats and not by the clock: when a whole job is suspended and resumed, no rank
-has missed a beat.
+    rank 0                                         ranks of other nodes                 their workers
+    its workers' outcomes and those of the ranks   its own and its workers' outcomes    own outcome
+    all outcomes to all                            passes them on                       waits for them
+    `check` looks for early failures, sends "stop" `check` looks for both               `check` looks for "stop"
+
+A rank that fails makes the others stop within a second, and all raise the same error. A process that was killed
+closes its line, so that nobody waits for it. One that is stopped (SIGSTOP, a debugger) keeps the others waiting for a
+minute, see `lines`.
 
 `StopSignals` notes Ctrl-C and SIGTERM; loops ask it, so that neither interrupts cleaning up.
 """
@@ -16,101 +19,26 @@ has missed a beat.
 from __future__ import annotations
 
 import json
-import os
-import re
+import selectors
 import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NoAnswerError
-from contextlib import suppress
-from datetime import timedelta
-from queue import Empty, SimpleQueue
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
 from ckpt_tools import errors
-from ckpt_tools.errors import CkptError, Interrupted, StorageError, Terminated, UsageError
-from ckpt_tools.torch_extra import require_torch
-
-BEAT_SECONDS = 2.0
-SILENT_SECONDS = 60.0  # without a sign of life
-JOIN_SECONDS = 300.0  # until the first one; some schedulers start the ranks of a job minutes apart
-
-
-class Line:
-    """One process's line to `store`, which `keeper` keeps. Its thread ends with the process."""
-
-    def __init__(self, rank: int, world: int, store: Any, keeper: str) -> None:
-        self.rank, self.world = rank, world
-        self.store, self.keeper = store, keeper
-        self._watched = [peer for peer in (range(world) if rank == 0 else (0,)) if peer != rank]
-        self._seen: dict[int, tuple[int, int]] = dict.fromkeys(self._watched, (0, 0))
-        self._lost: str | None = None
-        self._requests: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
-        threading.Thread(target=self._serve, name="ckpt-line", daemon=True).start()
-
-    def ask(self, request: Callable[[], Any]) -> Any:
-        if self._lost is None:
-            future: Future[Any] = Future()
-            self._requests.put((request, future))
-            try:
-                return future.result(SILENT_SECONDS)
-            except NoAnswerError:
-                self._lost = f"no answer for {SILENT_SECONDS:.0f} s"
-            except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
-                self._lost = str(error).partition("\n")[0]
-        raise StorageError(
-            f"rank {self.rank} lost the other ranks: {self.keeper} was killed or stopped, or its node is gone "
-            f"({self._lost})"
-        )
-
-    def silent(self) -> list[int]:
-        """The watched ranks that give no sign of life."""
-        return [
-            peer
-            for peer, (count, missed) in self._seen.items()
-            if missed * BEAT_SECONDS >= (SILENT_SECONDS if count else JOIN_SECONDS)
-        ]
-
-    def _serve(self) -> None:
-        due = 0.0
-        while True:
-            if time.monotonic() >= due:
-                with suppress(RuntimeError, OSError):  # the next request meets it again, and tells
-                    self._beat()
-                due = time.monotonic() + BEAT_SECONDS
-            try:
-                request, future = self._requests.get(timeout=max(0.0, due - time.monotonic()))
-            except Empty:
-                continue
-            try:
-                future.set_result(request())
-            except BaseException as error:
-                future.set_exception(error)
-
-    def _beat(self) -> None:
-        self.store.add(f"beat/{self.rank}", 1)
-        for peer in self._watched:
-            count = self.store.add(f"beat/{peer}", 0)
-            before, missed = self._seen[peer]
-            self._seen[peer] = (count, 0 if count != before else missed + 1)
-
+from ckpt_tools.errors import CkptError, Interrupted, StorageError, Terminated
+from ckpt_tools.execute.processes.lines import LOOK_SECONDS, Line, next_message, send_to
 
 T = TypeVar("T")
 SerializedError: TypeAlias = list[Any]
 """An error on its way to other processes: name of its class ("": a defect), message or traceback, problems."""
 Outcome: TypeAlias = dict[str, Any]
 """What a step came to on one rank: "result" or "error", which is None where another rank's error ended it."""
-
-_POLL_SECONDS = 1.0
-_LAST_WORDS_SECONDS = 10.0  # how long a failing rank waits for the others' messages
-_CONNECT_SECONDS = 300  # as long as a rank may start later than another
-
-_lines: dict[tuple[object, ...], Line] = {}  # of this process, which may convert several times
-_topics: dict[tuple[object, ...], int] = {}  # how often it did
+_STOP = "stop"
 
 
 class PeerFailedError(Exception):
@@ -118,53 +46,86 @@ class PeerFailedError(Exception):
 
 
 class Ranks:
-    """The processes of one conversion, as one of them sees them: here it is the only one.
+    """The processes of one conversion, as one of them sees them; by default it is the only one.
 
-    `watch` is called whenever a rank waits or asks whether to go on, and may raise to stop.
+    A step ends for all when all have ended it, and fails for all if one fails. Results of steps are JSON where ranks
+    of a launcher take part. `watch` is called whenever a rank waits or asks whether to go on, and may raise to stop.
+
+    Args:
+        up: the line to rank 0, or of a worker to who has forked it.
+        down: the lines to others, and which ranks speak on each.
+        nodes: the launcher's number of every rank, or of who has forked it; empty without a launcher.
+        begun: how many conversions this process has shared before, and how many steps of this one.
     """
 
-    def __init__(self, rank: int = 0, world: int = 1) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        world: int = 1,
+        up: Line | None = None,
+        down: Mapping[Line, range] | None = None,
+        nodes: Sequence[int] = (),
+        begun: Sequence[int] = (0, 0),
+    ) -> None:
         self.rank, self.world = rank, world
         self.watch: Callable[[], None] = lambda: None
+        self._up, self._down, self._nodes = up, down or {}, nodes
+        self._conversion, self._steps = begun
+        self._outcomes: dict[int, Outcome] = {}  # of this step: this rank's, and what came from below
+        self._answer: list[Outcome] | None = None  # of this step, from above
+        self._is_stopped = False  # from above
+        self._looked = 0.0
+        self._lock = threading.Lock()
+        if world > 1:
+            self._selector = selectors.DefaultSelector()
+            for line in (*self._down, *([up] if up else ())):
+                self._selector.register(line, selectors.EVENT_READ)
+
+    def with_workers(self, counts: Sequence[int], workers: Sequence[Line]) -> Ranks:
+        """The ranks when each is so many processes; this one has `workers`, which are told who they are."""
+        first = list(accumulate(counts, initial=0))
+        nodes = [rank for rank, count in enumerate(counts) for _ in range(count)] if self._nodes else []
+        begun = (self._conversion, self._steps)
+        down = {line: range(first[ranks.start], first[ranks.stop]) for line, ranks in self._down.items()}
+        for rank, line in enumerate(workers, first[self.rank] + 1):
+            down[line] = range(rank, rank + 1)
+            send_to([line], [rank, first[-1], nodes, begun, counts[self.rank]])
+        return Ranks(first[self.rank], first[-1], self._up, down, nodes, begun)
+
+    @classmethod
+    def of_worker(cls, up: Line) -> tuple[Ranks, int]:
+        """As a worker sees them, and how many of them are on its node."""
+        rank, world, nodes, begun, here = next_message(up)
+        return cls(rank, world, up, None, nodes, begun), here
 
     def together(self, step: Callable[[], T]) -> list[T]:
         """Run `step` on every rank; the results of all ranks, in rank order."""
-        return [step()]
+        return self._agree(step, all_need_it=True)
 
     def gather(self, step: Callable[[], T]) -> list[T]:
         """As `together`, for results that only rank 0 needs; other ranks may get none."""
-        return self.together(step)
+        return self._agree(step, all_need_it=False)
 
     def check(self) -> None:
         """Go on, or stop because of `watch` or another rank."""
         self.watch()
-
-
-class SeveralRanks(Ranks):
-    """One of several processes. A step ends for all when all have ended it, and fails for all if one fails.
-
-    Subclasses carry outcomes from each process to the others.
-    """
-
-    poll_seconds: float  # between two looks at the others
-    names_ranks: bool  # whether an error says which ranks it is from
-
-    def __init__(self, rank: int, world: int) -> None:
-        super().__init__(rank, world)
-        self._polled = time.monotonic()
-        self._lock = threading.Lock()
-
-    def together(self, step: Callable[[], T]) -> list[T]:
-        return self._agree(step, all_need_it=True)
-
-    def gather(self, step: Callable[[], T]) -> list[T]:
-        return self._agree(step, all_need_it=False)
+        with self._lock:
+            if self.world == 1 or time.monotonic() - self._looked < LOOK_SECONDS:
+                return
+            self._looked = time.monotonic()
+            self._receive(0)
+            if self._has_failed():
+                raise PeerFailedError
 
     def _agree(self, step: Callable[[], T], all_need_it: bool) -> list[T]:
+        if self.world == 1:
+            return [step()]
         defect = None
         outcome: Outcome
         try:
             outcome = {"result": step()}
+            if self._nodes:  # the same on every rank
+                outcome = json.loads(json.dumps(outcome))
         except PeerFailedError:
             outcome = {"error": None}
         except (CkptError, KeyboardInterrupt) as error:
@@ -176,106 +137,89 @@ class SeveralRanks(Ranks):
             raise defect
         failed = {rank: one["error"] for rank, one in enumerate(outcomes) if one.get("error")}
         if failed:
-            raise joined_error(failed, self.names_ranks)
+            raise joined_error(failed, self._nodes)
         return [one["result"] for one in outcomes]
 
-    def check(self) -> None:
-        self.watch()
-        with self._lock:
-            if time.monotonic() - self._polled < self.poll_seconds:
-                return
-            self._polled = time.monotonic()
-            if self._has_failed():
-                raise PeerFailedError
-
     def _exchange(self, outcome: Outcome, all_need_it: bool) -> list[Outcome]:
-        """Send this rank's outcome; those of all ranks, or an empty list where rank 0 alone needs them."""
-        raise NotImplementedError
+        """All outcomes of the step, or an empty list where rank 0 alone needs them."""
+        self._outcomes[self.rank] = outcome
+        everybody = {self.rank, *(rank for ranks in self._down.values() for rank in ranks)}
+        has_stopped = is_sent = False
+        while self._answer is None:
+            if self._has_failed() and not has_stopped:
+                has_stopped = True
+                send_to(self._down, _STOP)
+            if not is_sent and self._outcomes.keys() == everybody:
+                mine = [self._outcomes[rank] for rank in sorted(everybody)]
+                if self._up is None:
+                    self._answer = mine
+                    break
+                is_sent = True
+                send_to([self._up], [self._conversion, self._steps, mine])
+            self._receive(LOOK_SECONDS)
+            for line, ranks in self._down.items():
+                if ranks[0] not in self._outcomes:
+                    line.look()
+            try:
+                self.watch()
+            except CkptError as error:
+                if "error" not in self._outcomes[self.rank]:
+                    self._outcomes[self.rank] = {"error": serialize_error(error)}
+                    is_sent = False  # once more
+        answer, self._answer, self._outcomes = self._answer, None, {}
+        self._steps += 1
+        needed = all_need_it or any("error" in one for one in answer)
+        send_to(self._down, answer if needed else [])
+        return answer
 
     def _has_failed(self) -> bool:
-        """Whether another rank has failed in this step."""
-        raise NotImplementedError
+        return self._is_stopped or any("error" in outcome for outcome in self._outcomes.values())
 
-
-class DistributedRanks(SeveralRanks):
-    """This process and its peers at a `torch.distributed` store. Results of steps must be JSON.
-
-    `topic` keeps apart what several conversions of one job say.
-    """
-
-    poll_seconds = _POLL_SECONDS
-    names_ranks = True
-
-    def __init__(self, line: Line, topic: str) -> None:
-        super().__init__(line.rank, line.world)
-        self._line, self._store, self._topic = line, line.store, topic
-        self._round = 0
-
-    def _exchange(self, outcome: Outcome, all_need_it: bool) -> list[Outcome]:
-        self._round += 1
-        if outcome.get("error"):
-            self._post("failed", "1")
-        self._post(f"{self._round}/{self.rank}", json.dumps(outcome))
-        try:
-            outcomes = [self._outcome(peer) for peer in range(self.world)]
-        finally:
-            self._leave_round()
-        silent = [str(peer) for peer, one in enumerate(outcomes) if one is None]
-        silent = silent or [str(peer) for peer, one in enumerate(outcomes) if one and "error" in one]
-        if silent and not any(one and one.get("error") for one in outcomes):
+    def _receive(self, seconds: float) -> None:
+        """What has come from other processes, waiting at most so long for it."""
+        for key, _ in self._selector.select(seconds):
+            line = key.fileobj
+            assert isinstance(line, Line)
+            for message in line.receive():
+                if line is not self._up:
+                    self._note(self._down[line], *message)
+                elif message == _STOP:
+                    self._is_stopped = True
+                else:  # a stop that follows is of the next step
+                    self._answer, self._is_stopped = message, False
+            if not line.is_open:
+                self._selector.unregister(line)
+        for line, ranks in self._down.items():
+            if line.is_lost() and ranks[0] not in self._outcomes:
+                self._note_failure(ranks, self._loss(line, ranks[0]))
+        if self._up is not None and self._up.is_lost() and self._answer is None:
             raise StorageError(
-                f"no sign of life from rank {', '.join(silent)}: it was killed or stopped, or its node is gone. "
-                "Nothing was published; --resume continues from here."
+                f"rank {self._nodes[self.rank] if self._nodes else self.rank} lost the other ranks: rank 0 was "
+                f"killed or stopped, or its node is gone. {_RESUMABLE.capitalize()}."
             )
-        return [one or {"error": None} for one in outcomes]
 
-    def _has_failed(self) -> bool:
-        self._report_dead_peers()
-        return self._has("failed")
+    def _note(self, ranks: range, conversion: int, step: int, outcomes: list[Outcome]) -> None:
+        if conversion != self._conversion:
+            self._note_failure(ranks, "it takes part in another conversion of this job")
+        elif step == self._steps:  # else said again, too late
+            self._outcomes.update(zip(ranks, outcomes, strict=True))
 
-    def _outcome(self, peer: int) -> Outcome | None:
-        """A peer's outcome of this round; None if it gives no sign of life, or none after another has failed."""
-        key = f"{self._round}/{peer}"
-        deadline = None
-        while True:
-            self.watch()
-            if self._has(key):
-                outcome: Outcome = json.loads(self._line.ask(lambda: self._store.get(self._key(key))))
-                return outcome
-            self._report_dead_peers()
-            if self._has("failed"):
-                deadline = deadline or time.monotonic() + _LAST_WORDS_SECONDS
-                if self._has(f"silent/{peer}") or time.monotonic() > deadline:
-                    return None
-            time.sleep(0.01)
+    def _note_failure(self, ranks: range, text: str) -> None:
+        self._outcomes.update({rank: {"error": ["StorageError", text, []]} for rank in ranks})
 
-    def _leave_round(self) -> None:
-        """Rank 0, which may host the store, leaves a round last: when all others have left or do not answer."""
-        key = self._key(f"{self._round}/left")
-        if self.rank != 0:
-            self._line.ask(lambda: self._store.add(key, 1))
-            return
-        deadline = time.monotonic() + 2 * _LAST_WORDS_SECONDS  # the others may wait for somebody's last words
-        while time.monotonic() <= deadline:
-            left = self._line.ask(lambda: self._store.add(key, 0))
-            if left >= self.world - 1 - len(self._line.silent()):
-                return
-            time.sleep(0.01)
-
-    def _report_dead_peers(self) -> None:
-        """Tell those that do not watch them."""
-        for peer in self._line.silent():
-            self._post(f"silent/{peer}", "1")
-            self._post("failed", "1")
-
-    def _has(self, key: str) -> bool:
-        return bool(self._line.ask(lambda: self._store.check([self._key(key)])))
-
-    def _post(self, key: str, text: str) -> None:
-        self._line.ask(lambda: self._store.set(self._key(key), text))
-
-    def _key(self, key: str) -> str:
-        return f"{self._topic}/{key}"
+    def _loss(self, line: Line, rank: int) -> str:
+        if line.pid is None:
+            return (
+                "no sign of life: it was killed or stopped, or its node is gone. Nothing was published; --resume "
+                "continues from here."
+            )
+        why = "it was killed, perhaps as memory ran out"
+        if line.missed >= line.most_missed:
+            why = f"it was stopped (SIGSTOP) for {line.most_missed * LOOK_SECONDS:.0f} s, and killed then"
+        return (
+            f"worker {rank - self.rank} (process {line.pid}) has ended early: {why}. Nothing was published. "
+            "Try again with fewer --workers; a command that has --resume continues from here with it."
+        )
 
 
 def serialize_error(error: BaseException) -> SerializedError:
@@ -285,17 +229,16 @@ def serialize_error(error: BaseException) -> SerializedError:
     return [type(error).__name__, text, problems]
 
 
-def joined_error(failed: Mapping[int, SerializedError], names_ranks: bool) -> Exception:
+def joined_error(failed: Mapping[int, SerializedError], nodes: Sequence[int]) -> Exception:
     """One error with the messages and problems of all failed ranks, each once; of the lowest rank's class.
 
-    A defect of one shows where it is; Ctrl-C, which reaches all, is `Interrupted`.
+    `nodes`: as of `Ranks`. A defect of one shows where it is; Ctrl-C, which reaches all, is `Interrupted`.
     """
     kinds = [kind for kind, _, _ in failed.values()]
-    messages = {text: [rank for rank in failed if failed[rank][1] == text] for _, text, _ in failed.values()}
-    lines = [
-        f"rank {', '.join(map(str, ranks))}: {text}" if names_ranks else text
-        for text, ranks in messages.items()
-    ]
+    messages: dict[str, dict[str, None]] = {}
+    for rank, (_, text, _) in failed.items():
+        messages.setdefault(text, {})[str(nodes[rank]) if nodes else ""] = None
+    lines = [f"rank {', '.join(names)}: {text}" if nodes else text for text, names in messages.items()]
     if "" in kinds:
         return RuntimeError("in a worker:\n" + "\n".join(lines))
     problems: tuple[str, ...] = ()
@@ -312,66 +255,6 @@ def error_called(kind: str, text: str, problems: Iterable[str] = ()) -> CkptErro
     name = "Interrupted" if kind == "KeyboardInterrupt" else kind
     error: type[CkptError] = getattr(errors, name, CkptError)
     return error(text, problems)
-
-
-def connect(environ: Mapping[str, str] = os.environ) -> Ranks:
-    """The ranks of this job, from torchrun's environment variables or, without them, Slurm's."""
-    is_slurm = "RANK" not in environ
-    names = ("SLURM_PROCID", "SLURM_NTASKS") if is_slurm else ("RANK", "WORLD_SIZE")
-    try:
-        rank, world = int(environ.get(names[0]) or 0), int(environ.get(names[1]) or 1)
-    except ValueError:
-        raise UsageError(
-            f"{names[0]}={environ.get(names[0])!r} and {names[1]}={environ.get(names[1])!r}, which launchers set, "
-            "are whole numbers; unset both to run alone"
-        ) from None
-    if not 0 <= rank < world:
-        raise UsageError(f"{names[0]}={rank} is not one of the ranks 0 to {world - 1} of {names[1]}={world}")
-    if world == 1 or (is_slurm and "SLURM_STEP_ID" not in environ):  # a batch script is no task of its job
-        return Ranks()
-    return DistributedRanks(*_line(rank, world, environ))
-
-
-def _line(rank: int, world: int, environ: Mapping[str, str]) -> tuple[Line, str]:
-    """This process's line to the job's store, and a topic that all ranks call by the same name."""
-    require_torch(f"a job of {world} processes that share one conversion")
-    host = environ.get("MASTER_ADDR") or _first_host(environ.get("SLURM_STEP_NODELIST", ""))
-    port = int(environ.get("MASTER_PORT") or 20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000)
-    hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent runs the store
-    restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    place = (os.getpid(), rank, world, host, port, restart)
-    if place not in _lines:
-        keeper = "torchrun's agent" if hosted else "rank 0"
-        store = _store(rank, world, (host, port), restart, is_host=rank == 0 and not hosted)
-        _lines[place] = Line(rank, world, store, f"{keeper}, which keeps the store at {host}:{port},")
-        _topics[place] = 0
-    _topics[place] += 1
-    return _lines[place], str(_topics[place])
-
-
-def _store(rank: int, world: int, place: tuple[str, int], restart: str, is_host: bool) -> Any:
-    from torch.distributed import PrefixStore, TCPStore
-
-    wait = timedelta(seconds=_CONNECT_SECONDS)
-    try:
-        store = TCPStore(*place, world, is_host, wait, wait_for_workers=False)
-    except (RuntimeError, OSError) as error:
-        reason = str(error).partition("\n")[0]
-        raise StorageError(
-            f"rank {rank} cannot {'open' if is_host else 'reach'} the store of this job at {place[0]}:{place[1]} "
-            f"({reason}). Check MASTER_ADDR, MASTER_PORT and that rank 0 runs."
-        ) from error
-    return PrefixStore(f"ckpt_tools/{restart}", store)
-
-
-def _first_host(nodes: str) -> str:
-    """The first host of a Slurm node list: `gpu[07-09,12],login1` -> `gpu07`."""
-    match = re.match(r"([^\[,]+)(?:\[(\w+))?", nodes)
-    if match is None:
-        raise UsageError(
-            "several processes need MASTER_ADDR and MASTER_PORT; start them with torchrun or srun"
-        )
-    return match[1] + (match[2] or "")
 
 
 _RESUMABLE = "nothing was published; --resume continues from here"

@@ -1,17 +1,9 @@
-"""Work shared by threads and forked processes of one machine, without torch and without a launcher.
+"""Work shared by threads and forked processes of one machine, without a launcher or in each rank of one.
 
 Threads of one Python process hold each other up long before a machine's memory does, so a large conversion is shared
 by processes. They are forked from the one that has made the plan, before it starts a thread: a worker costs some
-milliseconds, and the plan is not made again. What they agree upon goes through a pipe to the first of them:
-
-    first process (rank 0)                         worker i (rank i)
-    asks every pipe for the outcome of a step      sends its outcome of a step
-    tells all outcomes to all                      waits for them
-    `check` looks for early failures, tells "stop" `check` looks for "stop"
-
-A process that was killed closes its pipe, so that nobody waits for it. One that is stopped (SIGSTOP, a debugger)
-keeps the others waiting for a minute, then it is killed. Where the system starts fewer processes than would help,
-those that there are do the work, unless a number was asked for.
+milliseconds, and the plan is not made again. Where the system starts fewer processes than would help, those that
+there are do the work, unless a number was asked for. How they agree is in `ranks`.
 
 `start_jobs` runs one function over many jobs, by threads of as many processes as help: all that only reads uses it.
 """
@@ -20,46 +12,31 @@ from __future__ import annotations
 
 import gc
 import os
-import pickle
-import signal
+import socket
 import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import replace
 from heapq import heapreplace
 from mmap import mmap
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from ckpt_tools.cores import usable_cores
 from ckpt_tools.errors import CkptError, StorageError, UsageError
-from ckpt_tools.execute.processes.ranks import (
-    Outcome,
-    Ranks,
-    SerializedError,
-    SeveralRanks,
-    error_called,
-    serialize_error,
-)
+from ckpt_tools.execute.processes.lines import Line
+from ckpt_tools.execute.processes.meeting import shares_its_node
+from ckpt_tools.execute.processes.ranks import Ranks, SerializedError, error_called, serialize_error
 from ckpt_tools.execute.write_job import WriteOptions
-from ckpt_tools.formats.storage.io_pool import connections_of, rest
+from ckpt_tools.formats.storage.io_pool import BYSTANDERS, connections_of, rest
 from ckpt_tools.formats.storage.object_store import S3
 from ckpt_tools.formats.storage.prefetch import Range, reading_ahead
 
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
-
-T = TypeVar("T")
-
 _WORTH_BYTES = 256 << 20  # a worker's least share: moving less takes no longer than forking and agreeing
 MOST_BY_DEFAULT = 16  # beyond, one machine's memory is busy (measured on 16 and 32 cores)
-_WATCH_SECONDS = 0.1
-_STOPPED_LOOKS = 600  # counted in polls, so that a parent that was suspended too does not kill its workers
-_STOP = "stop"
 
 
 def default_workers(nbytes: int, options: WriteOptions, cores: int) -> int:
@@ -74,15 +51,13 @@ def default_workers(nbytes: int, options: WriteOptions, cores: int) -> int:
 def with_workers(
     nbytes: int, options: WriteOptions, ranks: Ranks, output: Path | str | None = None
 ) -> Iterator[tuple[Ranks, WriteOptions]]:
-    """The ranks that move `nbytes`, and the options of each: this process alone, a launcher's, or forked workers."""
+    """The ranks that move `nbytes`, and the options of each: those given, with workers that each of them forks."""
     workers = options.workers
     scheme = output.partition("://")[0].lower() if isinstance(output, str) else ""
     in_one = scheme not in ("", *S3)
     if workers is None:
-        alone = ranks.world == 1 and not in_one and is_alone()
-        workers = default_workers(nbytes, options, usable_cores()) if alone else 1
-    elif workers > 1 and ranks.world > 1:
-        raise UsageError(f"--workers {workers}: the launcher has started {ranks.world} processes already")
+        may_fork = not in_one and not shares_its_node() and is_alone()
+        workers = default_workers(nbytes // ranks.world, options, usable_cores()) if may_fork else 1
     elif workers > 1 and in_one:
         raise UsageError(
             f"--workers {workers}: the driver of {scheme}:// works in one process. Leave --workers out, or start "
@@ -93,14 +68,14 @@ def with_workers(
             f"--workers {workers}: other threads run in this process, which cannot be forked then (drivers of stores "
             "other than s3:// keep some). Leave --workers out"
         )
-    if workers == 1:
+    if workers == ranks.world == 1:
         yield ranks, replace(options, workers=1)
         return
     with (
-        forked(workers, allow_fewer=options.workers is None) as workers_ranks,
-        connections_of(workers_ranks.world),
+        forked(workers, ranks, allow_fewer=options.workers is None) as (all_ranks, here),
+        connections_of(here),
     ):
-        yield workers_ranks, replace(options, workers=workers_ranks.world)
+        yield all_ranks, replace(options, workers=here)
 
 
 def can_fork() -> bool:
@@ -109,176 +84,78 @@ def can_fork() -> bool:
     Those that wait for stores are ended for it.
     """
     rest()
-    return threading.current_thread() is threading.main_thread() and threading.active_count() == 1
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and threading.active_count() == 1 + len(BYSTANDERS)
 
 
 def is_alone() -> bool:
     """Whether no thread of a C library runs either: who asks for workers may know that it outlives a fork."""
-    return can_fork() and len(os.listdir("/proc/self/task")) == 1
+    return can_fork() and len(os.listdir("/proc/self/task")) == 1 + len(BYSTANDERS)
 
 
 @contextmanager
-def forked(workers: int, allow_fewer: bool = False) -> Iterator[WorkerRanks]:
+def forked(workers: int, ranks: Ranks, allow_fewer: bool = False) -> Iterator[tuple[Ranks, int]]:
     """Run the block in this process and in `workers` - 1 copies of it; only this one leaves it.
 
-    Whatever ends the block here ends it in the copies: they meet a closed pipe.
+    The other `ranks` do the same, each with its own number. The block gets all of them, and how many run here.
+    Whatever ends the block here ends it in the copies: they meet a closed line.
     """
-    processes: list[int] = []
-    with ExitStack() as pipes:
+    lines: list[Line] = []
+    problem: StorageError | None = None
+    up = None
+    try:
         try:
-            ranks = _fork(workers, processes, pipes, allow_fewer)
-            if ranks.rank:
-                with suppress(BaseException):  # `together` reports it, or rank 0 finds a closed pipe
-                    ranks.wait_for_all()
-                    yield ranks
-                os._exit(0)
-            ranks.wait_for_all()
-            yield ranks
-        finally:
-            pipes.close()
-            for pid in processes:
-                with suppress(ChildProcessError):  # reaped by somebody's SIGCHLD handler
-                    os.waitpid(pid, 0)
+            up = _fork(workers, lines, allow_fewer)
+        except StorageError as error:
+            problem = error
+
+        def number() -> int:
+            if problem is not None:
+                raise problem
+            return 1 + len(lines)
+
+        if up is not None:
+            with suppress(BaseException):  # `together` reports it, or who has forked it finds a closed line
+                yield Ranks.of_worker(up)
+            os._exit(0)
+        yield ranks.with_workers(ranks.together(number), lines), 1 + len(lines)
+    finally:
+        for line in lines:
+            line.close()
+        for line in lines:
+            with suppress(ChildProcessError):  # reaped by somebody's SIGCHLD handler
+                os.waitpid(line.pid or 0, 0)
 
 
-def _fork(workers: int, processes: list[int], pipes: ExitStack, allow_fewer: bool) -> WorkerRanks:
-    """The ranks as seen by the process that returns: rank 0 for the caller, another one for each copy."""
-    from multiprocessing.connection import Pipe  # 5 ms, and most that is small needs no other process
-
-    lines: list[Connection] = []
+def _fork(workers: int, lines: list[Line], allow_fewer: bool) -> Line | None:
+    """In each copy its line to this process, which adds its own to `lines`."""
     gc.freeze()  # what is there stays shared: a collection, in a copy for all its life, would touch every page
-    for rank in range(1, workers):
-        ours, theirs = Pipe()
+    for started in range(1, workers):
+        ours, theirs = socket.socketpair()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of threads: `can_fork` has looked
             try:
                 pid = os.fork()
             except OSError as error:  # of processes or of memory there are no more
                 gc.unfreeze()
+                theirs.close()
+                ours.close()
                 if allow_fewer:
-                    theirs.close()
-                    ours.close()
-                    return WorkerRanks(0, rank, lines, processes)
+                    return None
                 raise StorageError(
-                    f"--workers {workers}: the system starts no more than {rank} processes ({error.strerror}). Ask "
-                    "for fewer, or see `ulimit -u` and the control group's pids.max"
+                    f"--workers {workers}: the system starts no more than {started} processes ({error.strerror}). "
+                    "Ask for fewer, or see `ulimit -u` and the control group's pids.max"
                 ) from error
         if pid == 0:
-            for line in (*lines, ours):  # or nobody would notice that rank 0 has closed them
+            ours.close()
+            for line in lines:  # or nobody would notice that this process's parent has closed them
                 line.close()
-            return WorkerRanks(rank, 0, [theirs], [])  # `wait_for_all` gets the number of ranks
+            lines.clear()
+            return Line(theirs, is_local=True)
         theirs.close()
-        lines.append(pipes.enter_context(ours))
-        processes.append(pid)
+        lines.append(Line(ours, is_local=True, pid=pid))
     gc.unfreeze()
-    return WorkerRanks(0, workers, lines, processes)
-
-
-class WorkerRanks(SeveralRanks):
-    """One of several forked processes. Results of steps are pickled."""
-
-    poll_seconds = _WATCH_SECONDS
-    names_ranks = False
-
-    def __init__(self, rank: int, world: int, lines: list[Connection], processes: list[int]) -> None:
-        super().__init__(rank, world)
-        self.processes = processes
-        self._lines = lines  # of rank 0: to every worker; of a worker: to rank 0
-        self._outcomes: dict[int, Outcome] = {}  # of rank 0: what has come of this step, by rank
-        self._stopped: dict[int, int] = {}  # of rank 0: at how many looks in a row each was stopped
-
-    def wait_for_all(self) -> None:
-        """Begin together, when it is known of how many: called once by every rank."""
-        if self.rank:
-            self.world = self._lines[0].recv()
-        else:
-            self._send(self.world)
-
-    def _has_failed(self) -> bool:
-        if self.rank:
-            return self._lines[0].poll()  # "stop", or its end: nothing else is sent during a step
-        self._receive(0)
-        return any("error" in outcome for outcome in self._outcomes.values())
-
-    def _exchange(self, outcome: Outcome, all_need_it: bool) -> list[Outcome]:
-        if not self.rank:
-            return self._collect(outcome, all_need_it)
-        line = self._lines[0]
-        line.send(outcome)
-        while (answer := line.recv()) == _STOP:
-            pass
-        outcomes: list[Outcome] = answer
-        return outcomes
-
-    def _collect(self, own: Outcome, all_need_it: bool) -> list[Outcome]:
-        """Rank 0's part of the end of a step: wait for all, stop the others when one has failed, tell all.
-
-        If the step succeeded and no other rank needs its results, only its success is sent.
-        """
-        self._outcomes[0] = own
-        has_stopped_others = False
-        while True:
-            if not has_stopped_others and any("error" in outcome for outcome in self._outcomes.values()):
-                self._send(_STOP)
-                has_stopped_others = True
-            if len(self._outcomes) == self.world:
-                break
-            self._receive(_WATCH_SECONDS)
-            self._end_stopped()
-            try:
-                self.watch()
-            except CkptError as error:
-                self._outcomes[0] = {"error": serialize_error(error)}
-        outcomes = [self._outcomes[rank] for rank in range(self.world)]
-        self._send(outcomes if all_need_it or has_stopped_others else [])
-        self._outcomes = {}
-        return outcomes
-
-    def _send(self, message: object) -> None:
-        """The same to every worker, so it is pickled once."""
-        data = pickle.dumps(message)
-        for line in self._lines:
-            with suppress(OSError):  # a worker that is gone has its outcome already
-                line.send_bytes(data)
-
-    def _receive(self, seconds: float) -> None:
-        """What has come from workers, waiting at most so long for it."""
-        from multiprocessing.connection import wait
-
-        asked = {rank: line for rank, line in enumerate(self._lines, 1) if rank not in self._outcomes}
-        ready = wait(list(asked.values()), seconds)
-        for rank, line in asked.items():
-            if line not in ready:
-                continue
-            try:
-                self._outcomes[rank] = line.recv()
-            except (EOFError, OSError):
-                self._outcomes[rank] = {"error": ["StorageError", self._end_of(rank), []]}
-
-    def _end_stopped(self) -> None:
-        """End the workers that have been standing still for a while: everybody waits for them."""
-        for rank, pid in enumerate(self.processes, 1):
-            is_waited_for = rank not in self._outcomes and _is_stopped(pid)
-            self._stopped[rank] = self._stopped.get(rank, 0) + 1 if is_waited_for else 0
-            if self._stopped[rank] == _STOPPED_LOOKS:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)  # which closes its pipe
-
-    def _end_of(self, rank: int) -> str:
-        why = "it was killed, perhaps as memory ran out"
-        if self._stopped.get(rank, 0) >= _STOPPED_LOOKS:
-            why = f"it was stopped (SIGSTOP) for {_STOPPED_LOOKS * _WATCH_SECONDS:.0f} s, and killed then"
-        return (
-            f"worker {rank} (process {self.processes[rank - 1]}) has ended early: {why}. Nothing was published. "
-            "Try again with fewer --workers; a command that has --resume continues from here with it."
-        )
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped (SIGSTOP, Ctrl-Z, a debugger)."""
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    return False
+    return None
 
 
 Job = TypeVar("Job")

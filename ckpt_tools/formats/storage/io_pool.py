@@ -15,6 +15,10 @@ from pathlib import Path
 CONNECTIONS = 16  # of a process that works alone
 ALL_CONNECTIONS = 64  # of all processes of a command: at 50-100 MB/s each they fill most networks
 
+BYSTANDERS = set[
+    threading.Thread
+]()  # threads that ask stores for nothing, and rest while a process is forked
+
 _END_SECONDS = 2.0
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
@@ -33,7 +37,7 @@ def pool() -> ThreadPoolExecutor:
 def rest() -> None:
     """End the threads, if no other thread runs that may need them; the next request makes new ones."""
     global _pool  # noqa: PLW0603  as `pool`
-    if _pool is None or threading.active_count() > 1 + len(_pool._threads):
+    if _pool is None or threading.active_count() > 1 + len(BYSTANDERS) + len(_pool._threads):
         return
     threads = [thread.native_id for thread in _pool._threads]
     _pool.shutdown(cancel_futures=True)
