@@ -1,7 +1,5 @@
 """The small inputs that once went wrong: `cases` of `tests/data/packed`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Where tests find real checkpoints, and what may skip."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Generator

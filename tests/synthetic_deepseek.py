@@ -5,8 +5,6 @@
 planning reads. Nothing can be read from the files that it names.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

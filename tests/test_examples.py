@@ -1,7 +1,5 @@
 """The library's examples: each runs and is short, and together they show the whole API."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re
@@ -43,7 +41,7 @@ CASES: dict[str, tuple[list[object], int, str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_example(name: str, tmp_path: Path) -> None:
+def test_example(name, tmp_path):
     arguments, code, said = CASES[name]
     arguments = [lora().save(tmp_path / "lora") if word is ADAPTER else word for word in arguments]
     words = [str(tmp_path / str(word)) if isinstance(word, int) else str(word) for word in arguments]
@@ -65,7 +63,7 @@ def test_example(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_without_arguments_an_example_says_how_it_is_used(script: Path) -> None:
+def test_without_arguments_an_example_says_how_it_is_used(script):
     done = subprocess.run(
         [sys.executable, script], cwd=REPO, capture_output=True, text=True, timeout=60, check=False,
         env={**os.environ, "PYTHONPATH": str(REPO)},
@@ -75,7 +73,7 @@ def test_without_arguments_an_example_says_how_it_is_used(script: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_every_example_is_run_and_short() -> None:
+def test_every_example_is_run_and_short():
     assert {script.stem for script in SCRIPTS} == CASES.keys()
     for script in SCRIPTS:
         text = script.read_text()
@@ -85,7 +83,7 @@ def test_every_example_is_run_and_short() -> None:
         assert all((REPO / path).is_dir() for path in re.findall(r"tests/data/\S+", usage)), script.name
 
 
-def test_the_examples_show_the_whole_public_api() -> None:
+def test_the_examples_show_the_whole_public_api():
     shown = {
         alias.name
         for script in SCRIPTS
@@ -103,7 +101,7 @@ def test_the_examples_show_the_whole_public_api() -> None:
     assert shown == set(ckpt_tools.__all__) - {"__version__"}
 
 
-def test_type_checkers_see_the_public_names() -> None:
+def test_type_checkers_see_the_public_names():
     """What `__getattr__` finds while running, a type checker reads from the imports it alone executes."""
     tree = ast.parse(Path(ckpt_tools.__file__).read_text())
     seen = {

@@ -1,9 +1,5 @@
 """The synthetic checkpoint is one that stock DCP reads, with the grammar the tool expects."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -19,7 +15,7 @@ from tests.synthetic import LAYOUTS, Llama, write_llama
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_stock_dcp_reads_it_and_masters_round_to_weights(tmp_path: Path) -> None:
+def test_stock_dcp_reads_it_and_masters_round_to_weights(tmp_path):
     write_llama(tmp_path / "iter", gib=0.01)
     files = open_files(str(tmp_path / "iter"))
     catalog = read_catalog(files)
@@ -35,7 +31,7 @@ def test_stock_dcp_reads_it_and_masters_round_to_weights(tmp_path: Path) -> None
     assert np.unique(master.numpy()).size > 1000
 
 
-def test_every_layout_converts_to_the_same_files(tmp_path: Path) -> None:
+def test_every_layout_converts_to_the_same_files(tmp_path):
     made = []
     for layout in LAYOUTS:
         source, output = tmp_path / layout / "iter_0000100", tmp_path / f"{layout}-out"
@@ -45,7 +41,7 @@ def test_every_layout_converts_to_the_same_files(tmp_path: Path) -> None:
     assert made[0] and made[0] == made[1] == made[2]
 
 
-def test_stages_that_processes_write_hold_the_same_tensors(tmp_path: Path) -> None:
+def test_stages_that_processes_write_hold_the_same_tensors(tmp_path):
     write_llama(tmp_path / "one", gib=0.01)
     write_llama(tmp_path / "two", gib=0.01, pp=2)
     assert len(list((tmp_path / "two").glob("*.distcp"))) == 4

@@ -1,7 +1,5 @@
 """The synthetic DeepSeek-V3: its size is the published one, and planning it needs its metadata alone."""
 
-from __future__ import annotations
-
 from math import prod
 
 from ckpt_tools.commands.convert.plan import plan_checkpoint

@@ -1,7 +1,5 @@
 """An installation without torch: everything runs on one host, and what cannot says how to get torch."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -35,7 +33,7 @@ def _run(environ: dict[str, str], *words: object) -> subprocess.CompletedProcess
     )
 
 
-def test_commands_of_one_host_need_none(no_torch: dict[str, str], tmp_path: Path) -> None:
+def test_commands_of_one_host_need_none(no_torch, tmp_path):
     out = tmp_path / "out"
     commands = [
         ["convert", RUN, out / "fsdp", "--workers", "2"],
@@ -57,7 +55,7 @@ def test_commands_of_one_host_need_none(no_torch: dict[str, str], tmp_path: Path
     assert [line for line in done.stderr.split() if line.isdigit()] == ["0"] * len(commands), done.stderr
 
 
-def test_the_public_names_are_there_or_ask_for_it(no_torch: dict[str, str]) -> None:
+def test_the_public_names_are_there_or_ask_for_it(no_torch):
     """A class of torch's cannot be made without it; everything else is there."""
     program = (
         "import ckpt_tools\nfor name in ckpt_tools.__all__:\n    try: getattr(ckpt_tools, name)\n"
@@ -70,7 +68,7 @@ def test_the_public_names_are_there_or_ask_for_it(no_torch: dict[str, str]) -> N
     assert all(WAY_OUT in line for line in asked)
 
 
-def test_the_quickstart_needs_none(no_torch: dict[str, str], tmp_path: Path) -> None:
+def test_the_quickstart_needs_none(no_torch, tmp_path):
     script = REPO / "example-scripts" / "quickstart.sh"
     installs = [line for line in script.read_text().splitlines() if "pip install" in line]
     assert len(installs) == 1 and "torch" not in installs[0]
@@ -85,7 +83,7 @@ def test_the_quickstart_needs_none(no_torch: dict[str, str], tmp_path: Path) -> 
     assert "is ready for --load" in done.stdout
 
 
-def test_several_hosts_ask_for_it(no_torch: dict[str, str], tmp_path: Path) -> None:
+def test_several_hosts_ask_for_it(no_torch, tmp_path):
     job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
     done = _run(no_torch | job, "-m", "ckpt_tools", "convert", RUN, tmp_path / "out")
     assert done.returncode == 2
@@ -94,7 +92,7 @@ def test_several_hosts_ask_for_it(no_torch: dict[str, str], tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
-def test_load_dtensors_asks_for_it(no_torch: dict[str, str]) -> None:
+def test_load_dtensors_asks_for_it(no_torch):
     program = (
         "import ckpt_tools\ntry: ckpt_tools.load_dtensors('run', None)\n"
         "except ckpt_tools.CkptError as error: print(error)"
@@ -112,7 +110,7 @@ def test_load_dtensors_asks_for_it(no_torch: dict[str, str]) -> None:
         (ImportError("libcudart.so.12: cannot open"), "libcudart.so.12: cannot open"),
     ],
 )
-def test_absent_is_told_from_broken(error: ImportError, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_is_told_from_broken(error, part, monkeypatch):
     import builtins
 
     found = builtins.__import__
@@ -128,7 +126,7 @@ def test_absent_is_told_from_broken(error: ImportError, part: str, monkeypatch: 
     assert part in str(caught.value)
 
 
-def test_torch_is_imported_only_behind_the_question() -> None:
+def test_torch_is_imported_only_behind_the_question():
     """A module that imports torch at run time calls `require_torch`, or is called by one that did."""
     importers = {
         str(path.relative_to(REPO / "ckpt_tools"))

@@ -9,8 +9,6 @@ above a process that did the same imports, and how the bytes went. FOLDER choose
 one line a row, which `chart.py` draws. Run by hand, not by CI.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

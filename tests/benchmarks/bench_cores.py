@@ -7,8 +7,6 @@ the source's size together. Rows are run in turn, the first round is thrown away
 median and range, and for the tool the largest sum of anonymous memory over its processes. Run by hand, not by CI.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ the file system and needs three times the size. That the export is the first dir
 checked once. Run by hand, not by CI.
 """
 
-from __future__ import annotations
-
 import argparse
 import filecmp
 import json

@@ -9,8 +9,6 @@ half of the others' rate.
 By hand, not by CI.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

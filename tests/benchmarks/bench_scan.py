@@ -7,8 +7,6 @@ is thrown away. The bytes between the sizes over the seconds between their best 
 left of the smaller size is its start. Bytes are those that are read: of `diff` both sides'. Run by hand, not by CI.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import resource

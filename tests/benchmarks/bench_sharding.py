@@ -3,8 +3,6 @@
 python -m tests.benchmarks.bench_sharding [--ranks 2048]
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 import tracemalloc

@@ -9,8 +9,6 @@ the largest RssAnon of them together and of one, the requests that the store has
 reached it. By hand, not by CI.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

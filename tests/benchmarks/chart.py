@@ -4,8 +4,6 @@ python -m tests.benchmarks.chart CONVERT.jsonl > .github/performance.svg    time
 python -m tests.benchmarks.chart PLAN.jsonl > .github/planning.svg          the same of planning, against tensors
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

@@ -9,8 +9,6 @@ move so many bytes a second at each port, as a network or a node's disk would; a
 for benchmarks, ends after `--seconds`, and with its parent.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import hashlib

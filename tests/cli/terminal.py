@@ -1,7 +1,5 @@
 """Commands run on a terminal of their own, as a person sees them."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

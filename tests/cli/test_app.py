@@ -1,7 +1,5 @@
 """Outcomes to exit codes, stdout and stderr kept apart, and a start that loads nothing heavy."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -51,13 +49,7 @@ RAISED = [
 
 
 @pytest.mark.parametrize(("error", "code", "message"), RAISED, ids=lambda value: type(value).__name__)
-def test_exit_codes(
-    error: BaseException,
-    code: int,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_exit_codes(error, code, message, monkeypatch, capsys):
     def fail(**_: object) -> None:
         raise error
 
@@ -66,27 +58,25 @@ def test_exit_codes(
     assert tuple(capsys.readouterr()) == ("", message)
 
 
-def test_defects_show_their_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_defects_show_their_traceback(monkeypatch, capsys):
     monkeypatch.setattr(module, "app", lambda **_: 1 // 0)
     assert run([]) == 70
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
-def test_codes_of_commands_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_of_commands_are_kept(monkeypatch):
     monkeypatch.setattr(module, "app", lambda **_: 1)
     assert run([]) == 1
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version(capsys):
     assert run(["--version"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"ckpt_tools {__version__}"
     assert {"python", "torch", "numpy", "typer", "isal"} <= {line.split()[0] for line in lines}
 
 
-def test_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_bug_report_needs(monkeypatch, capsys):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "do-not-show")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "https://me:do-not-show@store:9000/x@y")
     monkeypatch.setenv("SLURM_NTASKS", "16")
@@ -97,7 +87,7 @@ def test_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "do-not-show" not in out
 
 
-def test_the_document_for_agents_is_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_document_for_agents_is_printed_whole(capsys):
     """Its front matter must be what a reader of skills accepts."""
     text = (Path(ckpt_tools.__file__).parent / "for-agents.md").read_text()
     assert run(["--for-agents"]) == 0
@@ -118,7 +108,7 @@ def test_the_document_for_agents_is_printed_whole(capsys: pytest.CaptureFixture[
         (["stats", "x", "--threads", "two"], "--threads"),
     ],
 )
-def test_usage_errors(argv: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors(argv, part, capsys):
     """The wording is typer's, and differs between its versions."""
     assert run(argv) == 2
     captured = capsys.readouterr()
@@ -132,7 +122,7 @@ def test_usage_errors(argv: list[str], part: str, capsys: pytest.CaptureFixture[
     "argv",
     [["--help"], ["--version", "--verbose"], ["inspect", str(fixture_dir(LLAMA))], ["inspect", "--help"]],
 )
-def test_start_is_light(argv: list[str]) -> None:
+def test_start_is_light(argv):
     """No torch and no numpy, neither for help nor to inspect."""
     program = (
         f"import sys; from ckpt_tools.cli.app import run; print(run({argv!r}), *sys.modules, file=sys.stderr)"
@@ -142,14 +132,14 @@ def test_start_is_light(argv: list[str]) -> None:
     assert not {"torch", "numpy", "fsspec", "orjson"} & set(modules)
 
 
-def test_a_command_is_imported_alone() -> None:
+def test_a_command_is_imported_alone():
     program = "import sys; from ckpt_tools.cli.app import run; run(['ls', '-h']); print(*sys.modules)"
     loaded = {name for name in python("-c", program).stdout.split() if name.startswith("ckpt_tools.cli.")}
     assert "ckpt_tools.cli.verbs.look" in loaded
     assert not loaded & {f"ckpt_tools.cli.verbs.{module}" for module in MODULES.values() if module != "look"}
 
 
-def test_numpy_starts_no_threads() -> None:
+def test_numpy_starts_no_threads():
     program = (
         "import os, sys; sys.argv[1:] = {!r}; from ckpt_tools.cli.app import main\ntry: main()\n"
         "finally: print(len(os.listdir('/proc/self/task')), 'numpy' in sys.modules, file=sys.stderr)"
@@ -158,13 +148,13 @@ def test_numpy_starts_no_threads() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_what_the_locale_cannot_spell_is_escaped(encoding: str) -> None:
+def test_what_the_locale_cannot_spell_is_escaped(encoding):
     found = python("-m", "ckpt_tools", "inspect", str(fixture_dir(LLAMA)), PYTHONIOENCODING=encoding)
     assert (found.returncode, found.stderr) == (0, "")
     assert r"\u2500\u2500" in found.stdout
 
 
-def test_module() -> None:
+def test_module():
     assert python("-m", "ckpt_tools", "--version").stdout.startswith(f"ckpt_tools {__version__}\n")
 
 
@@ -182,7 +172,7 @@ def test_module() -> None:
         ("inspect", 2),
     ],
 )
-def test_a_closed_pipe_changes_no_verdict(words: str, code: int, closed: str, tmp_path: Path) -> None:
+def test_a_closed_pipe_changes_no_verdict(words, code, closed, tmp_path):
     (tmp_path / "A").symlink_to(fixture_dir(LLAMA))
     path, at, _ = payload_of(
         copytree(fixture_dir(LLAMA), tmp_path / "B"), "decoder.final_layernorm.weight", (0,)

@@ -1,7 +1,5 @@
 """The convert commands as users type them: outcomes, exit codes, messages, and what is left on disk."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

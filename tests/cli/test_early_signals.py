@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM while the program is still importing: the signal's exit code, one line, and nothing made."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
@@ -53,21 +51,19 @@ def start(module: str, number: int, heard: str, folder: Path) -> subprocess.Comp
 @pytest.mark.parametrize(("number", "code", "told"), [
     (signal.SIGINT, 130, "interrupted; nothing was published."), (signal.SIGTERM, 143, "terminated."),
 ])  # fmt: skip
-def test_a_signal_while_modules_are_imported(
-    module: str, number: int, code: int, told: str, tmp_path: Path
-) -> None:
+def test_a_signal_while_modules_are_imported(module, number, code, told, tmp_path):
     done = start(module, number, "heard", tmp_path)
     assert (done.returncode, done.stderr, done.stdout) == (code, f"error: {told}\n", "")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_that_is_ignored_stays_so(number: int, tmp_path: Path) -> None:
+def test_a_signal_that_is_ignored_stays_so(number, tmp_path):
     """As in what a shell starts in the background, or `nohup`."""
     done = start("typer", number, "ignored", tmp_path)
     assert done.returncode == 0 and done.stderr == "" and (tmp_path / "out").is_dir()
 
 
-def test_the_installed_program_begins_there() -> None:
+def test_the_installed_program_begins_there():
     text = (REPO / "pyproject.toml").read_text()
     assert text.count('= "ckpt_tools.__main__:main"') == 2

@@ -1,7 +1,5 @@
 """What a new user expects to work: `--last`, `--fail-on-nan`, `--verify`, parameters by name, no `--to`."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -28,9 +26,7 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_the_mean_of_the_last_iterations(
-    long: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_mean_of_the_last_iterations(long, tmp_path, capsys):
     out = str(tmp_path / "out")
     assert run(["average", str(long), out, "--last", "2", "-v"]) == 0
     text = capsys.readouterr().out
@@ -44,7 +40,7 @@ def test_the_mean_of_the_last_iterations(
     assert "--last 4: " in capsys.readouterr().err
 
 
-def test_nan_can_fail_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nan_can_fail_a_script(tmp_path, capsys):
     bad = str(without_numbers(RUN, tmp_path / "bad", "output_layer.weight"))
     for words in (["stats", bad], ["stats", str(RUN), "--fail-on-nan"]):
         assert run(words) == 0
@@ -53,9 +49,7 @@ def test_nan_can_fail_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "NaN or Inf in 1 of 60 tensors" in "".join(capsys.readouterr())
 
 
-def test_an_output_is_read_back_before_it_is_published(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_output_is_read_back_before_it_is_published(tmp_path, monkeypatch, capsys):
     work = _Run._work
 
     def and_then_a_disk_that_forgets(self: _Run, files: object) -> object:
@@ -76,7 +70,7 @@ def test_an_output_is_read_back_before_it_is_published(
 
 
 @pytest.mark.parametrize("source", [RUN, FSDP], ids=["torch_dist", "fsdp_dtensor"])
-def test_a_parameter_is_printed_by_its_name(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_parameter_is_printed_by_its_name(source, capsys):
     for words, shown in (
         ([], "(master): float32 [128, 32]"),
         (["--role", "exp_avg"], "(exp_avg): float32 [128, 32]"),
@@ -90,9 +84,7 @@ def test_a_parameter_is_printed_by_its_name(source: Path, capsys: pytest.Capture
     assert len(capsys.readouterr().out.splitlines()[1].split(",")) == 2
 
 
-def test_options_of_megatron_fsdp_choose_its_format(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_of_megatron_fsdp_choose_its_format(tmp_path, capsys):
     hf = str(tmp_path / "hf")
     assert run(["export-hf", str(RUN), hf, "-q"]) == 0
     rates = ["--lr", "1e-5", "--min-lr", "1e-6", "--weight-decay", "0.1"]

@@ -1,7 +1,5 @@
 """`--follow-links`: every command that reads a checkpoint has it, and refuses without it what leads out."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -43,7 +41,7 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_only_with_the_option(words: str, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_with_the_option(words, source, capsys):
     argv = [{"IN": str(source), "OUT": str(source.parent / "out")}.get(word, word) for word in words.split()]
     code = run(argv)
     out, err = capsys.readouterr()
@@ -53,11 +51,11 @@ def test_only_with_the_option(words: str, source: Path, capsys: pytest.CaptureFi
     assert run(argv) == code  # what one command was allowed, the next is not
 
 
-def test_every_command_that_reads_has_it() -> None:
+def test_every_command_that_reads_has_it():
     assert not {name for name, options in OPTIONS.items() if "--follow-links" not in options}
 
 
-def test_an_iteration_that_is_a_link_to_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_iteration_that_is_a_link_to_elsewhere(tmp_path, capsys):
     shutil.copytree(LLAMA, tmp_path / "real")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ITERATION).symlink_to(tmp_path / "real" / ITERATION)
@@ -68,7 +66,7 @@ def test_an_iteration_that_is_a_link_to_elsewhere(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("name", [".metadata", "metadata.json", "latest_checkpointed_iteration.txt"])
-def test_a_fifo_in_a_checkpoint_keeps_nobody_waiting(tmp_path: Path, name: str) -> None:
+def test_a_fifo_in_a_checkpoint_keeps_nobody_waiting(tmp_path, name):
     shutil.copytree(LLAMA, tmp_path / "run")
     path = tmp_path / "run" / name if name.startswith("latest") else tmp_path / "run" / ITERATION / name
     path.unlink()

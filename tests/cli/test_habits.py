@@ -1,11 +1,8 @@
 """Habits of people at a command line: sizes, globs, misspelt names and paths, NO_COLOR."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -33,27 +30,25 @@ FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
         ("1Ki", 1024),
     ],
 )
-def test_sizes(text: str, size: int) -> None:
+def test_sizes(text, size):
     assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1", "0", "0.1", "five", "5 PB", "1e9", "5GBs"])
-def test_what_is_no_size(text: str) -> None:
+def test_what_is_no_size(text):
     with pytest.raises(UsageError, match="not a size; write for example"):
         parse_bytes(text)
 
 
 @pytest.mark.parametrize("option", ["--max-memory", "--max-shard-size"])
-def test_both_options_read_sizes_alike(
-    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_both_options_read_sizes_alike(option, tmp_path, capsys):
     words = ["export-hf", str(RUN), str(tmp_path / "out"), "-q", "--dry-run"]
     assert run([*words, option, "1.5GiB"]) == 0
     assert run([*words, option, "much"]) == 2
     assert "'much' is not a size" in capsys.readouterr().err
 
 
-def test_inspect_names_globs_that_match_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_names_globs_that_match_nothing(capsys):
     assert (
         run(["inspect", str(RUN), "--keys", "*final_layernorm*", "--keys", "decoder.final_layernrom.weight"])
         == 0
@@ -67,9 +62,7 @@ def test_inspect_names_globs_that_match_nothing(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("form", [[], ["--json"], ["--tree"], ["-q"], ["--html", "-"]])
-def test_inspect_of_nothing_is_refused_with_the_nearest_names(
-    form: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_of_nothing_is_refused_with_the_nearest_names(form, capsys):
     """Also of a glob without its stars; what is listed of one glob alone is no listing of nothing."""
     for keys, near in (
         (
@@ -89,7 +82,7 @@ def test_inspect_of_nothing_is_refused_with_the_nearest_names(
         capsys.readouterr()
 
 
-def test_a_misspelt_key_makes_nothing_equal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_key_makes_nothing_equal(capsys):
     assert run(["diff", str(RUN), str(RUN), "--keys", "decoder.*", "--keys", "encoder.*"]) == 2
     err = capsys.readouterr().err
     assert "--keys 'encoder.*' matches nothing" in err
@@ -99,7 +92,7 @@ def test_a_misspelt_key_makes_nothing_equal(capsys: pytest.CaptureFixture[str]) 
     assert "note: --ignore 'nothing*' matches nothing" in capsys.readouterr().out
 
 
-def test_print_tensor_knows_what_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_tensor_knows_what_was_meant(capsys):
     assert run(["print-tensor", str(RUN), "final_layernorm"]) == 5
     assert "Did you mean decoder.final_layernorm.weight, " in capsys.readouterr().err
 
@@ -123,9 +116,7 @@ COMMANDS_WITH_SOURCES = [
 
 
 @pytest.mark.parametrize("to", ["fsdp_dtensor", "torch_dist"])
-def test_convert_says_how_a_hugging_face_model_is_imported(
-    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_convert_says_how_a_hugging_face_model_is_imported(to, tmp_path, monkeypatch, capsys):
     """The line that is named does it, names that a shell would take apart too."""
     monkeypatch.chdir(tmp_path)
     assert run(["export-hf", str(RUN), "a model", "-q"]) == 0
@@ -140,9 +131,7 @@ def test_convert_says_how_a_hugging_face_model_is_imported(
 
 
 @pytest.mark.parametrize("words", COMMANDS_WITH_SOURCES)
-def test_every_command_knows_which_path_was_meant(
-    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_knows_which_path_was_meant(words, tmp_path, capsys):
     (tmp_path / "run_llama").mkdir()
     places = {"BAD": tmp_path / "run_lama", "RUN": RUN, "OUT": tmp_path / "out"}
     argv = [str(places.get(word, word)) for word in words.replace("'remove x'", "remove_x").split()]
@@ -165,9 +154,7 @@ OUTPUT_FILES = [
 
 
 @pytest.mark.parametrize("words", OUTPUT_FILES)
-def test_files_that_cannot_be_made_are_refused_before_the_work(
-    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_that_cannot_be_made_are_refused_before_the_work(words, tmp_path, capsys):
     (tmp_path / "reports").mkdir()
     file = tmp_path / "report" / "file"
     text = words.replace("RUN", str(RUN)).replace("FSDP", str(FSDP)).replace("FILE", str(file))
@@ -185,7 +172,7 @@ def test_files_that_cannot_be_made_are_refused_before_the_work(
     assert os.listdir(tmp_path) == ["reports"]
 
 
-def test_tables_say_the_same_on_a_terminal_and_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_say_the_same_on_a_terminal_and_in_a_file(capsys):
     assert run(["inspect", str(RUN)]) == 0
     shown = re.sub(r"\x1b\[[0-9;]*m", "", on_a_terminal(["inspect", str(RUN)], COLUMNS="300"))
     words = [
@@ -194,7 +181,7 @@ def test_tables_say_the_same_on_a_terminal_and_in_a_file(capsys: pytest.CaptureF
     assert words[0] == words[1]
 
 
-def test_no_color(tmp_path: Path) -> None:
+def test_no_color(tmp_path):
     colour = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])(?:;\d+)*m")
     convert = ["convert", str(RUN), str(tmp_path / "a")]
     assert colour.search(on_a_terminal(convert, NO_COLOR=""))  # the bar; an empty NO_COLOR asks for nothing

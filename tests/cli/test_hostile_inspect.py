@@ -1,9 +1,6 @@
 """`inspect HOSTILE` ends with 4, with a message and nothing else."""
 
-from __future__ import annotations
-
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +20,7 @@ RUN_CONFIGS = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_metadata(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_metadata(name, tmp_path, capsys):
     shutil.copy(DATA / "hostile" / name, tmp_path / ".metadata")
     assert run(["inspect", str(tmp_path)]) == 4
     out, err = capsys.readouterr()
@@ -34,7 +31,7 @@ def test_metadata(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("what", RUN_CONFIGS)
-def test_run_config(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_config(what, tmp_path, capsys):
     run_folder = tmp_path / "run"
     shutil.copytree(fixture_dir("core019_llama_tp2_native_fsdp_dtensor"), run_folder)
     (run_folder / "iter_0000002" / "run_config.yaml").write_bytes(RUN_CONFIGS[what])
@@ -42,7 +39,7 @@ def test_run_config(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "run_config.yaml: not readable YAML" in capsys.readouterr().err
 
 
-def test_a_metadata_file_of_a_terabyte(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_metadata_file_of_a_terabyte(tmp_path, capsys):
     with open(tmp_path / ".metadata", "wb") as file:
         file.truncate(1 << 40)
     assert run(["inspect", str(tmp_path)]) == 4
@@ -50,7 +47,7 @@ def test_a_metadata_file_of_a_terabyte(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("name", ["latest_checkpointed_iteration.txt", "iter_0000002/metadata.json"])
-def test_small_files_of_a_terabyte(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_small_files_of_a_terabyte(name, tmp_path, capsys):
     shutil.copytree(DATA / "core019_llama_tp2_fully_reshardable", tmp_path / "run")
     with open(tmp_path / "run" / name, "wb") as file:
         file.truncate(1 << 40)

@@ -1,13 +1,10 @@
 """Sizes of the training job mean one thing in every command; a dry run and `--iteration all` as users meet them."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
 import shutil
 from collections import namedtuple
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -345,7 +342,7 @@ def test_all_iterations_go_on_past_broken_ones(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("verb", ["convert", "copy"])
-def test_the_newest_iteration_may_still_be_written(verb: str, tmp_path, capsys):
+def test_the_newest_iteration_may_still_be_written(verb, tmp_path, capsys):
     source, out = run_of(tmp_path / "in", (2, 4, 6), 4), tmp_path / "out"
     newest = source / "iter_0000006"
 
@@ -372,7 +369,7 @@ def test_the_newest_iteration_may_still_be_written(verb: str, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("verb", ["convert", "copy"])
-def test_a_newest_iteration_that_the_tracker_names_is_whole_or_damaged(verb: str, tmp_path, capsys):
+def test_a_newest_iteration_that_the_tracker_names_is_whole_or_damaged(verb, tmp_path, capsys):
     source = run_of(tmp_path / "in", (2, 4), 4)
     (source / "iter_0000004" / ".metadata").unlink()
     assert run([verb, str(source), str(tmp_path / "out"), "--iteration", "all"]) == 3
@@ -429,9 +426,7 @@ def test_a_foreign_folder_in_the_output_is_a_failure(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("spoil", [lambda root: cut(root, 4), lambda root: (root / TRACKER).write_text("?")])
-def test_a_damaged_latest_or_tracker_does_not_keep_the_others(
-    spoil: Callable[[Path], object], tmp_path, capsys
-):
+def test_a_damaged_latest_or_tracker_does_not_keep_the_others(spoil, tmp_path, capsys):
     source = run_of(tmp_path / "in", (2, 4), 4)
     spoil(source)
     damaged = (source / TRACKER).read_text() == "4"
@@ -446,7 +441,7 @@ def test_all_needs_a_root(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_all_sizes_that_are_given_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_sizes_that_are_given_are_named(tmp_path, capsys):
     """Else each would be told in a run of its own."""
     for words, said in (
         ("--to torch_dist --pp 2 --cp 2 --tp 4 --ep 2", "error: --cp, --pp: no meaning for a conversion to"),

@@ -1,13 +1,10 @@
 """Manners: verbs people try, usage, progress to the end, narrow terminals, silence, closed streams."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -30,7 +27,7 @@ FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 
 
 @pytest.mark.parametrize("verb", MEANT)
-def test_verbs_that_people_try(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbs_that_people_try(verb, capsys):
     assert run([verb, str(RUN)]) == 2
     err = capsys.readouterr().err
     assert f"error: No such command '{verb}'. Try " in err
@@ -38,7 +35,7 @@ def test_verbs_that_people_try(verb: str, capsys: pytest.CaptureFixture[str]) ->
     assert f" {MEANT[verb]}'" in err
 
 
-def test_what_was_removed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_removed(capsys, monkeypatch):
     monkeypatch.setitem(REMOVED, "ls --gone", "Use --new.")
     monkeypatch.setitem(REMOVED, "gone", "Use new.")
     for words, sentence in REMOVED.items():
@@ -50,7 +47,7 @@ def test_what_was_removed(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_command_without_arguments_prints_its_usage(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_without_arguments_prints_its_usage(name, capsys):
     assert run([name]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -58,13 +55,13 @@ def test_a_command_without_arguments_prints_its_usage(name: str, capsys: pytest.
     assert f"{name} --help'" in err
 
 
-def test_the_program_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_without_a_command(capsys):
     assert run([]) == 2
     assert "Usage: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["ls", str(RUN)], ["verify", str(RUN)]], ids=lambda w: w[0])
-def test_a_closed_stdout_takes_nothing(words: list[str], tmp_path: Path) -> None:
+def test_a_closed_stdout_takes_nothing(words, tmp_path):
     """No file that is opened gets the number of stdout: a checkpoint is only read."""
     before = {path: path.read_bytes() for path in RUN.rglob("*") if path.is_file()}
     done = subprocess.run(
@@ -75,7 +72,7 @@ def test_a_closed_stdout_takes_nothing(words: list[str], tmp_path: Path) -> None
     assert {path: path.read_bytes() for path in RUN.rglob("*") if path.is_file()} == before
 
 
-def test_quiet_does_not_hide_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_does_not_hide_errors(tmp_path, capsys):
     root = shutil.copytree(RUN, tmp_path / "run")
     os.truncate(root / "iter_0000002" / "__0_0.distcp", 1000)
     for command in ("convert", "copy"):
@@ -85,7 +82,7 @@ def test_quiet_does_not_hide_errors(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert err.startswith("error: iteration 2")
 
 
-def test_a_bar_ends_at_one_hundred_percent_and_is_named() -> None:
+def test_a_bar_ends_at_one_hundred_percent_and_is_named():
     text = on_a_terminal(["stats", str(RUN)])
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
     last = [line for line in re.split(r"[\r\n]", plain) if "stats" in line and "%" in line][-1]
@@ -94,9 +91,7 @@ def test_a_bar_ends_at_one_hundred_percent_and_is_named() -> None:
     assert "kB" not in plain
 
 
-def test_lines_of_progress_end_at_one_hundred_percent(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_of_progress_end_at_one_hundred_percent(monkeypatch, capsys):
     monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
     progress.name_work("copy")
     with progress.progress_bar(False) as update:
@@ -111,9 +106,7 @@ def test_lines_of_progress_end_at_one_hundred_percent(
     assert capsys.readouterr().err == ""
 
 
-def test_progress_of_work_that_failed_does_not_claim_to_be_done(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_of_work_that_failed_does_not_claim_to_be_done(monkeypatch, capsys):
     monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
     with pytest.raises(OSError, match="full"), progress.progress_bar(False) as update:
         update(1, 2)
@@ -121,7 +114,7 @@ def test_progress_of_work_that_failed_does_not_claim_to_be_done(
     assert "done in" not in capsys.readouterr().err
 
 
-def test_several_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_checkpoints(tmp_path, capsys):
     report = tmp_path / "junit.xml"
     assert run(["verify", str(RUN), str(MOE), str(FSDP), "--junit", str(report)]) == 0
     assert capsys.readouterr().out.count(" is valid") == 3
@@ -134,7 +127,7 @@ def test_several_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert not (tmp_path / "m.json").exists()
 
 
-def test_problems_that_differ_in_numbers_are_grouped() -> None:
+def test_problems_that_differ_in_numbers_are_grouped():
     lines = [f"layers.{i}.{kind}: absent" for i in range(30) for kind in ("a", "b")]
     text = list_problems(lines)
     assert text.splitlines() == [
@@ -149,7 +142,7 @@ def test_problems_that_differ_in_numbers_are_grouped() -> None:
     assert len(list(grouped(findings[:4]))) == 4
 
 
-def test_a_missing_file_is_told_of_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file_is_told_of_once(tmp_path, capsys):
     """And what is the same of many keys is grouped; with the way out that a run with another iteration has."""
     root = shutil.copytree(RUN, tmp_path / "run")
     shutil.copytree(root / "iter_0000002", root / "iter_0000004")
@@ -170,7 +163,7 @@ def test_a_missing_file_is_told_of_once(tmp_path: Path, capsys: pytest.CaptureFi
     assert "earlier iteration" not in capsys.readouterr().out, "there is none"
 
 
-def test_a_hostile_common_state_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hostile_common_state_is_there(tmp_path, capsys):
     root = shutil.copytree(RUN, tmp_path / "run")
     shutil.copy(DATA / "hostile" / "global_system.pt", root / "iter_0000002" / "common.pt")
     assert run(["verify", str(root)]) == 4
@@ -181,9 +174,7 @@ def test_a_hostile_common_state_is_there(tmp_path: Path, capsys: pytest.CaptureF
     assert " damaged " in capsys.readouterr().out
 
 
-def test_a_resumed_conversion_that_is_finished_is_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_conversion_that_is_finished_is_compared(tmp_path, capsys):
     for verb in ("convert", "strip"):
         words = [verb, str(RUN), str(tmp_path / verb)]
         assert run(words) == 0
@@ -193,28 +184,26 @@ def test_a_resumed_conversion_that_is_finished_is_compared(
 
 
 @pytest.mark.parametrize("words", ["inspect nope", "convert nope x", "verify ./nope"])
-def test_what_is_not_there(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_not_there(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run(words.split()) == 3
     assert "nope does not exist. No file next to it has a similar name." in capsys.readouterr().err
 
 
-def test_one_iteration_is_not_compared_with_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_iteration_is_not_compared_with_itself(capsys):
     assert run(["diff", str(RUN), f"{RUN}/", "--iteration", "2"]) == 2
     assert "`diff RUN/iter_0000002 RUN/iter_0000004`" in capsys.readouterr().err
     assert run(["diff", str(RUN), str(RUN), "-q"]) == 0, "whoever writes it so knows it"
 
 
-def test_the_config_of_a_model_may_be_given(tmp_path: Path) -> None:
+def test_the_config_of_a_model_may_be_given(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert model_folder(tmp_path / "config.json") == model_folder(tmp_path) == str(tmp_path)
     assert model_folder(tmp_path / "no" / "config.json") == str(tmp_path / "no" / "config.json")
     assert model_folder(None) is None
 
 
-def test_what_was_dropped_is_named() -> None:
+def test_what_was_dropped_is_named():
     dropped = [f"k{i}: of a run" for i in range(5)]
     assert _by_reason((*dropped, "x: alone", "y: two", "z: two")) == [
         "k0, k1, k2 and 2 more: of a run",
@@ -223,7 +212,7 @@ def test_what_was_dropped_is_named() -> None:
     ]
 
 
-def test_two_values_are_shown_so_that_they_differ() -> None:
+def test_two_values_are_shown_so_that_they_differ():
     assert two_values(1.0, 1.5) == ("1", "1.5")
     assert two_values(0.1, 0.1 + 1e-8) == ("0.1", "0.10000001")
     a, b = two_values(1.0, 1.0 + 2**-52)
@@ -231,7 +220,7 @@ def test_two_values_are_shown_so_that_they_differ() -> None:
     assert two_values(1, 2) == ("1", "2")
 
 
-def test_one_unit_everywhere() -> None:
+def test_one_unit_everywhere():
     """Sizes are binary wherever something prints them: no other function makes text of bytes."""
     assert human_bytes(5 << 30) == "5.0 GiB"
     for file in (REPO / "ckpt_tools" / "cli").glob("*.py"):

@@ -1,7 +1,5 @@
 """Names and numbers that mean nothing: a variable that is not set, a store without a folder, less than one."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

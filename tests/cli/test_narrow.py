@@ -1,11 +1,8 @@
 """Narrow terminals: every page of help, every table and every line is folded where a reader would fold it."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -47,7 +44,7 @@ def shown(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("words", TABLES)
-def test_no_line_of_a_report_is_wider_than_the_terminal(words: str, tmp_path: Path) -> None:
+def test_no_line_of_a_report_is_wider_than_the_terminal(words, tmp_path):
     argv = words.format(out=tmp_path / "out").split()
     text = on_a_terminal(argv, tmp_path, 40, codes=(0, 1, 3), LC_ALL="C.UTF-8")
     lines = shown(text)
@@ -59,7 +56,7 @@ def test_no_line_of_a_report_is_wider_than_the_terminal(words: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", [None, *MODULES])
-def test_help_fits(name: str | None) -> None:  # 80 columns: test_manual
+def test_help_fits(name):  # 80 columns: test_manual
     found = CliRunner().invoke(app, [*([name] if name else []), "--help"], env={"COLUMNS": "40"})
     assert found.exit_code == 0
     for line in found.output.splitlines():
@@ -69,7 +66,7 @@ def test_help_fits(name: str | None) -> None:  # 80 columns: test_manual
             assert option in found.output
 
 
-def test_a_report_says_the_same_whatever_the_width(tmp_path: Path) -> None:
+def test_a_report_says_the_same_whatever_the_width(tmp_path):
     def letters(columns: int) -> str:
         return re.sub(r"\s", "", "".join(shown(on_a_terminal(["ls", str(RUN)], tmp_path, columns)))).replace(
             "─", ""
@@ -80,12 +77,12 @@ def test_a_report_says_the_same_whatever_the_width(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", ["1", "0", "-5", "x", "99999"])
-def test_odd_widths_end(columns: str, tmp_path: Path) -> None:
+def test_odd_widths_end(columns, tmp_path):
     for words in (f"inspect {MOE}", f"diff {RUN} {MOE}", "stats --help", f"inspect {RUN}/nowhere"):
         assert on_a_terminal(words.split(), tmp_path, codes=(0, 1, 3), COLUMNS=columns)
 
 
-def test_a_pipe_gets_no_line_folded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_gets_no_line_folded(tmp_path, capsys):
     from ckpt_tools.cli import render
 
     assert not sys.stdout.isatty()
@@ -105,7 +102,7 @@ def test_a_pipe_gets_no_line_folded(tmp_path: Path, capsys: pytest.CaptureFixtur
         "short",
     ],
 )
-def test_a_folded_line_keeps_its_words(line: str, width: int) -> None:
+def test_a_folded_line_keeps_its_words(line, width):
     lines = fold_line(line, width)
     assert "".join("".join(lines).split()) == "".join(line.split())
     assert all(lines) or not line
@@ -115,7 +112,7 @@ def test_a_folded_line_keeps_its_words(line: str, width: int) -> None:
         assert len(lines) > 1
 
 
-def test_paths_and_commands_are_left_whole() -> None:
+def test_paths_and_commands_are_left_whole():
     lines = fold_line("see /an/iteration/of/a.run/iter_0000001 and `diff RUN/1 RUN/2 --json` for more", 30)
     assert "  /an/iteration/of/a.run/iter_0000001" in lines and "  `diff RUN/1 RUN/2 --json`" in lines
 
@@ -126,7 +123,7 @@ def as_typed(lines: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [20, 40, 70])
-def test_a_folded_command_is_the_same_command(width: int) -> None:
+def test_a_folded_command_is_the_same_command(width):
     line = "  checkpoint-inspector slice RUN OUT --layers '0: 1' --workers 2 --block \"a b\""
     folded = fold_command(line, width)
     assert as_typed(folded) == shlex.split(line)
@@ -138,7 +135,7 @@ def test_a_folded_command_is_the_same_command(width: int) -> None:
     assert "".join(part.removeprefix("  # ").rstrip() + " " for part in parts).split() == comment.split()[1:]
 
 
-def test_names_are_folded_after_their_dots() -> None:
+def test_names_are_folded_after_their_dots():
     assert fold_cell("decoder.layers.self_attention.linear_qkv.weight", 24) == [
         "decoder.layers.self_", "attention.linear_qkv.", "weight",
     ]  # fmt: skip
@@ -146,7 +143,7 @@ def test_names_are_folded_after_their_dots() -> None:
     assert fold_cell("one two-three four", 9) == ["one", "two-three", "four"]
 
 
-def test_numbers_are_never_torn() -> None:
+def test_numbers_are_never_torn():
     cells = [["decoder.layers.0.weight", "1.25e-07", "12,345", "1.5 GiB"], ["b", "-3", "7", "12 B"]]
     columns = ("tensor", "norm", "elements", "size of it")
     assert column_widths(columns, cells, 100) == [23, 8, 8, 10]

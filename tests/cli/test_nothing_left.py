@@ -1,7 +1,5 @@
 """A command that is refused leaves nothing: no output, and none of the folders that were to hold it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections import namedtuple

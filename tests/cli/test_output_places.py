@@ -1,7 +1,5 @@
 """Outputs that cannot be taken, and odd spellings of those that can: refused before the work, nothing left behind."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from shutil import copytree
@@ -122,7 +120,7 @@ def test_a_report_never_replaces_a_file_of_a_checkpoint_or_any_other(tmp_path, w
 
 
 @pytest.mark.parametrize("words", [("convert",), ("copy",)])
-def test_links_that_lead_in_a_circle(tmp_path: Path, capsys: pytest.CaptureFixture[str], words) -> None:
+def test_links_that_lead_in_a_circle(tmp_path, capsys, words):
     (tmp_path / "circle").symlink_to("circle")
     assert run([words[0], str(LLAMA), str(tmp_path / "circle"), *words[1:]]) in (2, 7)
     assert run([words[0], str(tmp_path / "circle"), str(tmp_path / "out"), *words[1:]]) in (3, 7)

@@ -1,7 +1,5 @@
 """`--overwrite` replaces one checkpoint of a kind that this tool writes, at its very path, and nothing else."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat

@@ -1,7 +1,5 @@
 """`plan` and the placement options as users type them: what is told, and what is refused with which words."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """`--quiet` is one thing in every command: errors on stderr, what programs are to read on stdout, nothing else."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path
@@ -53,14 +51,14 @@ def typing(ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.chdir(tmp_path)
 
 
-def test_every_command_that_has_it_is_in_the_lists() -> None:
+def test_every_command_that_has_it_is_in_the_lists():
     listed = {*LINES, *(line.partition(" ")[0] for line in DOCUMENTS)}
     assert listed == {name for name in MODULES if "-q" in OPTIONS[name].split()}
 
 
 @pytest.mark.usefixtures("typing")
 @pytest.mark.parametrize("name", LINES)
-def test_nothing_is_printed_but_json(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_printed_but_json(name, capsys):
     line, code = LINES[name]
     words = [word.replace("OUT", "loud") for word in shlex.split(line)]
     assert run(words) == code
@@ -74,7 +72,7 @@ def test_nothing_is_printed_but_json(name: str, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.usefixtures("typing")
 @pytest.mark.parametrize("line", DOCUMENTS)
-def test_a_document_is_printed_whole(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_document_is_printed_whole(line, capsys):
     assert run(shlex.split(line)) == 0
     loud = capsys.readouterr().out
     assert run([*shlex.split(line), "-q"]) == 0
@@ -83,7 +81,7 @@ def test_a_document_is_printed_whole(line: str, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.usefixtures("typing")
-def test_what_verify_and_preflight_find_wrong_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_verify_and_preflight_find_wrong_is_an_error(capsys):
     assert run(["verify", "BAD", "RUN", "--content", "-q"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
@@ -96,6 +94,6 @@ def test_what_verify_and_preflight_find_wrong_is_an_error(capsys: pytest.Capture
 
 
 @pytest.mark.usefixtures("typing")
-def test_another_format_is_for_programs_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_format_is_for_programs_too(capsys):
     assert run(["verify", "RUN", "-q", "--format", "markdown"]) == 0
     assert capsys.readouterr().out.startswith("`RUN/iter_0000002` (torch_dist) is valid")

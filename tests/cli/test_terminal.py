@@ -1,7 +1,5 @@
 """No command sends to a terminal what a checkpoint's names would like it to do, errors included."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -59,9 +57,7 @@ def assert_harmless(text: str) -> None:
     )  # the name is shown, the second in JSON
 
 
-def test_no_command_prints_a_control_character(
-    words: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_command_prints_a_control_character(words, capsys):
     for command in COMMANDS:
         run([word.format(**words).replace("remove:", "remove ") for word in command.split()])
         assert_harmless("".join(capsys.readouterr()))
@@ -71,9 +67,7 @@ def test_no_command_prints_a_control_character(
     ("error", "code"),
     [(CorruptCheckpointError(EVIL), 4), (OSError(EVIL), 7), (ValueError(f"a\n{EVIL}"), 70)],
 )
-def test_errors_of_every_kind_are_escaped(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, code: int
-) -> None:
+def test_errors_of_every_kind_are_escaped(monkeypatch, capsys, error, code):
     def fail(*_args: object) -> None:
         raise error
 

@@ -1,12 +1,9 @@
 """`verify`, `diff`, `preflight` and the editing commands as users type them: exit codes and every form of report."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from xml.etree import ElementTree as Xml
 
 import pytest
@@ -16,7 +13,7 @@ from ckpt_tools.cli import findings
 from ckpt_tools.cli.app import run
 from ckpt_tools.cli.verbs.diff import two_values
 from ckpt_tools.commands.check import verify_checks
-from ckpt_tools.errors import CkptError, Interrupted, Terminated
+from ckpt_tools.errors import Interrupted, Terminated
 from ckpt_tools.verify.content import manifest
 from ckpt_tools.verify.report import Check, Finding, Report
 from tests.conftest import DATA, REPO, fixture_dir
@@ -250,7 +247,7 @@ def test_a_manifest_without_end_is_not_read_into_memory(monkeypatch, capsys):
     assert "/dev/zero is not a manifest (it has more than 1,048,576 bytes)" in capsys.readouterr().err
 
 
-def test_every_iteration_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_iteration_of_a_run(tmp_path, capsys):
     """Each is judged, the worst counts; what a job still writes is passed over, and nothing is said of newer ones."""
     root = tmp_path / "run"
     for number in (2, 10, 100):
@@ -281,9 +278,7 @@ def test_every_iteration_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("name", ["iter_0000001", "iter_0000006"])
-def test_a_file_that_is_named_as_an_iteration(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_named_as_an_iteration(name, tmp_path, capsys):
     """It is one finding, whether it would be the newest or not, and the others are verified."""
     root = shutil.copytree(DATA / LLAMA, tmp_path / "run")
     (root / name).touch()
@@ -296,7 +291,7 @@ def test_a_file_that_is_named_as_an_iteration(
 
 
 @pytest.mark.parametrize("stop", [Interrupted, Terminated])
-def test_a_stopped_proof_is_no_finding(stop: type[CkptError], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_proof_is_no_finding(stop, monkeypatch):
     """Ctrl-C reaches workers first, and comes from them as an error: of no checkpoint."""
 
     def stopped(*_: object) -> None:
@@ -307,7 +302,7 @@ def test_a_stopped_proof_is_no_finding(stop: type[CkptError], monkeypatch: pytes
         ckpt_tools.verify_checkpoint(DATA / LLAMA, None, ckpt_tools.VerifyOptions(content=True))
 
 
-def test_every_iteration_of_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_iteration_of_several_runs(tmp_path, capsys):
     roots = [str(DATA / LLAMA), str(fixture_dir("core019_moe_ep2_fully_reshardable"))]
     assert run(["verify", *roots, "--iteration", "all", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

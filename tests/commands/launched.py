@@ -1,7 +1,5 @@
 """Jobs: the launch of a preflight that is ready, and torchrun's ranks with what each reports."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A vision-language model with all its towers: import, export, comparison, conversion, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from contextlib import closing
 from functools import cache
@@ -72,7 +70,7 @@ def nothing_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_all_towers_go_there_and_back_in_either_format(name: str, tmp_path: Path) -> None:
+def test_all_towers_go_there_and_back_in_either_format(name, tmp_path):
     """Import, export, and the other format between; a directory of config.json alone gives the released names."""
     source, made = model_and_run(name)
     bare = tmp_path / "bare"
@@ -92,7 +90,7 @@ def test_all_towers_go_there_and_back_in_either_format(name: str, tmp_path: Path
     assert keys[0] == keys[1]
 
 
-def test_layers_of_transformers_modules_are_stored_one_by_one(tmp_path: Path) -> None:
+def test_layers_of_transformers_modules_are_stored_one_by_one(tmp_path):
     """As Bridge's runs have them, and without extra states; those of Megatron's own are stacked."""
     source, made = model_and_run("gemma3")
     catalog = catalog_of(made / "release")
@@ -117,9 +115,7 @@ def with_tied(source: Path, folder: Path, outer: bool | None, inner: bool | None
 
 @pytest.mark.parametrize("alone", [(), ("--tower", "language")])
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "qwen2_5_vl"])
-def test_the_checkpoint_says_whether_the_head_is_the_embedding(
-    name: str, alone: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_checkpoint_says_whether_the_head_is_the_embedding(name, alone, tmp_path, capsys):
     """A config.json that says otherwise is refused; one that is silent, or unsure, gets the answer in both places."""
     source, run_of = model_and_run(name)
     tied = not any(name.endswith("lm_head.weight") for name in tensors_of(source))
@@ -143,7 +139,7 @@ def test_the_checkpoint_says_whether_the_head_is_the_embedding(
         assert alone or made["text_config"]["tie_word_embeddings"] is tied
 
 
-def test_a_stored_head_is_kept_where_one_place_says_that_it_is_shared(tmp_path: Path) -> None:
+def test_a_stored_head_is_kept_where_one_place_says_that_it_is_shared(tmp_path):
     source, _ = model_and_run("qwen3_vl")
     tensors = dict(load_file(source / "model.safetensors"))
     tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"].copy()
@@ -156,7 +152,7 @@ def test_a_stored_head_is_kept_where_one_place_says_that_it_is_shared(tmp_path: 
     assert tensors_of(made) == tensors_of(tmp_path / "both") and config_of(made) == config
 
 
-def test_no_head_and_two_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_head_and_two_answers(tmp_path, capsys):
     source, _ = model_and_run("qwen3_vl")
     tensors = {
         name: array
@@ -170,7 +166,7 @@ def test_no_head_and_two_answers(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "false, and true in text_config, and there is no lm_head.weight" in capsys.readouterr().err
 
 
-def test_a_job_of_megatron_lm_is_not_ready_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_of_megatron_lm_is_not_ready_for_it(tmp_path, capsys):
     made = model_and_run("qwen3_vl")[1]
     assert run(["convert", str(made), str(tmp_path / "fsdp"), "--gpus", "2", "--weights-only", *FRESH]) == 0
     assert "no fp32 masters in the source" in capsys.readouterr().out  # weights are no masters
@@ -180,7 +176,7 @@ def test_a_job_of_megatron_lm_is_not_ready_for_it(tmp_path: Path, capsys: pytest
     assert run(["preflight", str(tmp_path / "fsdp"), "--target", "bridge"]) == 0
 
 
-def test_megatron_fsdp_asks_for_every_fc1_of_a_swiglu_model_in_halves() -> None:
+def test_megatron_fsdp_asks_for_every_fc1_of_a_swiglu_model_in_halves():
     """By its name, where no transformer layer tells otherwise: that of a tower too, whatever it computes."""
     keys = catalog_of(fsdp_of("qwen3_vl") / "iter_0000001").tensors
     found = {
@@ -196,9 +192,7 @@ def test_megatron_fsdp_asks_for_every_fc1_of_a_swiglu_model_in_halves() -> None:
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
 @pytest.mark.usefixtures("nothing_recorded")
-def test_a_tower_that_is_not_whole_is_refused_by_name(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tower_that_is_not_whole_is_refused_by_name(name, tmp_path, capsys):
     source, out = directory(tmp_path / "vl", name), tmp_path / "out"
     key = {"qwen2_5_vl": "visual.blocks.1.attn.qkv.bias",
            "gemma3": "vision_tower.vision_model.encoder.layers.1.layer_norm2.bias"}[name]  # fmt: skip
@@ -225,9 +219,7 @@ def test_a_tower_that_is_not_whole_is_refused_by_name(
     assert not out.exists()
 
 
-def test_one_other_value_of_a_vision_tower_is_found(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_other_value_of_a_vision_tower_is_found(tmp_path, capsys):
     source, made = model_and_run("qwen3_vl")
     key = "model.visual.deepstack_merger_list.0.linear_fc2.weight"
     array = load_file(source / "model.safetensors")[key]
@@ -245,9 +237,7 @@ def test_one_other_value_of_a_vision_tower_is_found(
 
 @pytest.mark.parametrize(("name", "architecture"), [("qwen3_vl", "Qwen3ForCausalLM"), ("gemma3", "Gemma3ForCausalLM"),
                                                     ("qwen3_vl_moe", "Qwen3MoeForCausalLM")])  # fmt: skip
-def test_the_language_model_alone(
-    name: str, architecture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_language_model_alone(name, architecture, tmp_path, capsys):
     """As a model of its own, by the whole model's config.json or that of the text; what is left out is named."""
     source, made = model_and_run(name)
     words = ["--tower", "language", "--hf-config", str(source)]
@@ -266,7 +256,7 @@ def test_the_language_model_alone(
 
 
 @pytest.mark.usefixtures("nothing_recorded")
-def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_refused(tmp_path, capsys):
     source, out = directory(tmp_path / "vl", "qwen3_vl"), tmp_path / "out"
     made = imported(source, tmp_path / "run")
     text = refusal(["export-hf", made, out], 5, capsys)
@@ -293,9 +283,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("tower", ["siglip", [1], None])
-def test_a_tower_that_is_not_described(
-    tower: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tower_that_is_not_described(tower, tmp_path, capsys):
     """A config.json that says nothing of the vision tower is none of the model, for who reads or compares it."""
     (source, made), out = model_and_run("qwen3_vl"), tmp_path / "out"
     bare = save(
@@ -308,7 +296,7 @@ def test_a_tower_that_is_not_described(
     assert not out.exists()
 
 
-def test_megatron_s_own_llava_is_called_so() -> None:
+def test_megatron_s_own_llava_is_called_so():
     names = ("vision_model.class_token", "vision_projection.encoder.linear_fc1.weight")
     bases = dict.fromkeys(("embedding.word_embeddings.weight", *names), Value("float32", (1,), ()))
     source = ExportSource(Catalog("", {}, {}), bases, None, {}, "none", beside=names)
@@ -316,7 +304,7 @@ def test_megatron_s_own_llava_is_called_so() -> None:
         reference_of(source, None, False, None)
 
 
-def test_the_files_of_vision_language_models_say_what_they_must() -> None:
+def test_the_files_of_vision_language_models_say_what_they_must():
     """Each can be read; parts that a class has no tensor for are nowhere named."""
     for name in vision_language_types():
         kind = vision_language(name)

@@ -1,9 +1,5 @@
 """Commands that read flat buckets pass on how many workers prove them (the bytes: `test_shared_proof`)."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from ckpt_tools.cli.app import run
@@ -21,7 +17,7 @@ COMMANDS = (
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_workers_are_passed_on(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_passed_on(command, tmp_path, monkeypatch):
     asked = set[int | None]()
 
     def shared_by(workers: int | None) -> Share:

@@ -1,7 +1,5 @@
 """`diff` on pairs of real checkpoints: conversions are equal tensor by tensor, and every kind of change is named."""
 
-from __future__ import annotations
-
 import os
 import struct
 import tracemalloc
@@ -198,7 +196,7 @@ CUT = "..." + "a" * 40 + "x" + "b" * 159 + "... ({} characters)"
         ({*range(90)}, {*range(1, 91)}, None, None),
     ],
 )  # fmt: skip
-def test_what_differs_is_shown(a: object, b: object, left: str | None, right: str | None) -> None:
+def test_what_differs_is_shown(a, b, left, right):
     """Never the same text for two values that are not the same."""
     found = list(diff_values("v", a, b, Tolerance(nan="bits")))
     assert len(found) == 1

@@ -1,7 +1,5 @@
 """`diff` of a Hugging Face model and a Megatron checkpoint: under the rules of export, not by names."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """`diff` across layouts sees the stored weights behind the masters that it compares."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 from typing import Any
@@ -65,9 +63,7 @@ def compared(a: object, b: object, **options: Any) -> DiffReport:
 
 
 @pytest.mark.parametrize("element", [ZERO, NAN], ids=["zeros", "nan"])
-def test_destroyed_weights_behind_sound_masters_differ(
-    element: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_destroyed_weights_behind_sound_masters_differ(element, tmp_path, capsys):
     convert_to_fsdp_dtensor(str(fixture_dir(LLAMA)), str(tmp_path / "fsdp"))
     source = damaged(tmp_path, element)
     for pair in ((source, tmp_path / "fsdp"), (tmp_path / "fsdp", source)):
@@ -91,7 +87,7 @@ def test_destroyed_weights_behind_sound_masters_differ(
 
 
 @pytest.mark.parametrize("element", [ZERO, NAN], ids=["zeros", "nan"])
-def test_a_state_dict_and_two_sides_with_weights(element: bytes, tmp_path: Path) -> None:
+def test_a_state_dict_and_two_sides_with_weights(element, tmp_path):
     convert_to_dcp(str(fixture_dir(LLAMA)), str(tmp_path / "dcp"))
     source = damaged(tmp_path, element)
     assert compared(fixture_dir(LLAMA), tmp_path / "dcp").is_equal
@@ -110,7 +106,7 @@ def with_norm(tmp_path: Path, name: str, master: int, weight: int) -> Path:
     return root
 
 
-def test_of_two_weights_as_near_either_is_equal(tmp_path: Path) -> None:
+def test_of_two_weights_as_near_either_is_equal(tmp_path):
     even, odd = (with_norm(tmp_path, f"{w:x}", 0x3F808000, w) for w in (0x3F80, 0x3F81))
     convert_to_fsdp_dtensor(str(even), str(tmp_path / "fsdp"))
     assert compared(odd, tmp_path / "fsdp").is_equal
@@ -121,7 +117,7 @@ def test_of_two_weights_as_near_either_is_equal(tmp_path: Path) -> None:
     assert row.found.values == (1.015625, 1.0)
 
 
-def test_masters_within_the_tolerance_excuse_their_weights(tmp_path: Path) -> None:
+def test_masters_within_the_tolerance_excuse_their_weights(tmp_path):
     """They lie on two sides of the middle between two weights, which are further apart than the tolerance."""
     low = with_norm(tmp_path, "low", 0x3F807FFF, 0x3F80)
     high = with_norm(tmp_path, "high", 0x3F808001, 0x3F81)
@@ -134,7 +130,7 @@ def test_masters_within_the_tolerance_excuse_their_weights(tmp_path: Path) -> No
     assert [len(rows(near, role)) for role in ("master", "weight")] == [0, 1]
 
 
-def test_weights_held_in_fp8_belong_to_their_masters(tmp_path: Path) -> None:
+def test_weights_held_in_fp8_belong_to_their_masters(tmp_path):
     source: Path = copy_of(FP8, tmp_path)
     convert_to_fsdp_dtensor(str(source), str(tmp_path / "fsdp"))
     report = compared(source, tmp_path / "fsdp")
@@ -144,7 +140,7 @@ def test_weights_held_in_fp8_belong_to_their_masters(tmp_path: Path) -> None:
     assert {t.name for t in rows(compared(source, tmp_path / "fsdp"), "weight")} == set(LIVE)
 
 
-def test_weights_that_no_rounding_is_known_for_are_named() -> None:
+def test_weights_that_no_rounding_is_known_for_are_named():
     master = TargetTensor("w", "float32", (2,), (Source("m"),))
     beside = TargetTensor(
         "w", "float32", (2,), (Source("m"),), must_round_to=(Source("w"),), must_round_dtype="float8_e4m3fn"
@@ -176,9 +172,7 @@ def told(
         (told("weight", "int8"), told("weight", "int8"), "weight", "equal"),
     ],
 )  # fmt: skip
-def test_a_weight_against_a_master_is_a_master(
-    a: TargetTensor | None, b: TargetTensor | None, role: str, kind: str
-) -> None:
+def test_a_weight_against_a_master_is_a_master(a, b, role, kind):
     row = _by_form("t", a, b)
     assert (row.role, row.kind) == (role, kind)
 
@@ -195,8 +189,6 @@ def test_a_weight_against_a_master_is_a_master(
         ("bfloat16", told("weight", "int8"), True, False),
     ],
 )
-def test_weights_behind_one_side_are_weights(
-    behind: str | None, other: TargetTensor, has: bool, can: bool, turned: bool
-) -> None:
+def test_weights_behind_one_side_are_weights(behind, other, has, can, turned):
     pair = [told("master", behind=behind), other][:: -1 if turned else 1]
     assert (has_weights(pair), can_round(pair)) == (has, can)

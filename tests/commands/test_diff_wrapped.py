@@ -1,7 +1,5 @@
 """`diff` of two state dicts of one model, one of which has it inside of a wrapper or of another dict."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What every editing command has of the one job that writes: a dry run, the report in a file, several ranks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -26,9 +24,7 @@ def words_of(edit: str, out: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_a_dry_run_says_what_would_be_written(
-    edit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_says_what_would_be_written(edit, tmp_path, capsys):
     words = words_of(edit, tmp_path / "out")
     assert run([*words, "--dry-run"]) == 0
     said = capsys.readouterr().out

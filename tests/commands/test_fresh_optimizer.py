@@ -1,12 +1,9 @@
 """`--fresh-optimizer`: what a native checkpoint of the same model has, key for key, with zeros and a step of 0."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import schedule_of
 from ckpt_tools.megatron.fsdp_dtensor.read import FsdpSource, read_fsdp_source
 from tests.commands import oracle
 from tests.commands.made import fsdp, iteration_of, stripped
-from tests.commands.rewritten import Parts, read, write
+from tests.commands.rewritten import read, write
 from tests.commands.test_huggingface import model
 from tests.commands.test_weights_only import OPTIMIZERS, bare, damaged_by, muon
 from tests.conftest import DATA, fixture_dir
@@ -68,7 +65,7 @@ def shown(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("threed", "native", "wanted"), PAIRS)
-def test_it_has_what_the_native_checkpoint_has(threed: str, native: str, wanted: dict[str, Any]) -> None:
+def test_it_has_what_the_native_checkpoint_has(threed, native, wanted):
     """Key for key; its weights are the masters, its moments zeros."""
     made, theirs = fsdp(threed, **FRESH, **wanted), iteration_of(native)
     assert shown(made) == shown(theirs)
@@ -85,7 +82,7 @@ def test_it_has_what_the_native_checkpoint_has(threed: str, native: str, wanted:
 
 
 @pytest.mark.parametrize("name", [native for _, native, _ in PAIRS])
-def test_strip_gives_a_native_checkpoint_one(name: str, tmp_path: Path) -> None:
+def test_strip_gives_a_native_checkpoint_one(name, tmp_path):
     done = strip_checkpoint(root_of(name), tmp_path / "out", fresh=TargetOptions(lr=0.5))
     before, after = iteration_of(name), iteration_of(tmp_path / "out")
     assert shown(after) == shown(before)
@@ -100,7 +97,7 @@ def test_strip_gives_a_native_checkpoint_one(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_weights_alone_get_one_by_strip(dtype: str | None, tmp_path: Path) -> None:
+def test_weights_alone_get_one_by_strip(dtype, tmp_path):
     """Also in half precision, where the weights become masters."""
     weights = stripped(NATIVE, dtype)
     strip_checkpoint(weights, tmp_path / "out", fresh=TargetOptions(adam_beta2=0.95))
@@ -118,7 +115,7 @@ def test_weights_alone_get_one_by_strip(dtype: str | None, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("target", ["core-0.16", "core-0.17", "core-0.18", "core-0.19", "main"])
-def test_preflight_starts_it_strictly_on_every_version(target: str) -> None:
+def test_preflight_starts_it_strictly_on_every_version(target):
     made = fsdp(LLAMA, **FRESH, dialect=target, lr=1e-5, min_lr=1e-6)
     found = preflight(str(made))
     assert found.report.is_valid, [f.where for f in found.report.findings]
@@ -138,7 +135,7 @@ def test_preflight_starts_it_strictly_on_every_version(target: str) -> None:
     assert [f.check for f in samples.findings] == ["fresh-samples"]
 
 
-def test_preflight_says_what_starts_where(capsys: pytest.CaptureFixture[str]) -> None:
+def test_preflight_says_what_starts_where(capsys):
     def starts(checkpoint: Path) -> dict[str, str | None]:
         return {start.program: start.how for start in preflight(str(checkpoint)).starts}
 
@@ -153,7 +150,7 @@ def test_preflight_says_what_starts_where(capsys: pytest.CaptureFixture[str]) ->
     assert not preflight(str(RUN)).starts
 
 
-def test_an_import_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_import_starts(tmp_path, capsys):
     model("llama", tmp_path / "hf")
     words = ["import-hf", str(tmp_path / "hf"), str(tmp_path / "run"), "--to", "fsdp_dtensor", "-q"]
     assert run(words) == 2
@@ -185,7 +182,7 @@ def test_an_import_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (group["lr"], group["step"], group["bias_correction"]) == (1e-5, 0, True)
 
 
-def test_an_import_with_an_optimizer_has_the_weights_of_one_without(tmp_path: Path) -> None:
+def test_an_import_with_an_optimizer_has_the_weights_of_one_without(tmp_path):
     model("llama", tmp_path / "hf")
     words = ["import-hf", str(tmp_path / "hf"), "--to", "fsdp_dtensor", "-q"]
     assert run([*words, str(tmp_path / "fresh"), *RATES]) == 0
@@ -200,7 +197,7 @@ def test_an_import_with_an_optimizer_has_the_weights_of_one_without(tmp_path: Pa
 @pytest.mark.parametrize("source", [RUN, fixture_dir(NATIVE)])
 @pytest.mark.parametrize("folder", ["release", "iter_0000000"])
 @pytest.mark.filterwarnings("ignore:.*the folder says iteration")
-def test_a_release_begins_at_iteration_1(source: Path, folder: str, tmp_path: Path) -> None:
+def test_a_release_begins_at_iteration_1(source, folder, tmp_path):
     """As what was imported does, whatever iteration is stored in it."""
     shutil.copytree(source, tmp_path / "run")
     (tmp_path / "run" / "iter_0000002").rename(tmp_path / "run" / folder)
@@ -219,7 +216,7 @@ def test_a_release_begins_at_iteration_1(source: Path, folder: str, tmp_path: Pa
     assert preflight(str(tmp_path / "out")).report.is_valid
 
 
-def test_embeddings_with_a_rate_of_their_own_keep_it(tmp_path: Path) -> None:
+def test_embeddings_with_a_rate_of_their_own_keep_it(tmp_path):
     from ckpt_tools.commands.job.read_model import Wanted, read_model
     from ckpt_tools.formats.pickle.unpickle import StandIn
     from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import with_fresh_optimizer
@@ -261,9 +258,7 @@ def test_embeddings_with_a_rate_of_their_own_keep_it(tmp_path: Path) -> None:
         (["import-hf", RUN, "--to", "torch_dist", "--fresh-optimizer"], "need --to fsdp_dtensor"),
     ],
 )  # fmt: skip
-def test_what_goes_with_it(
-    words: list[Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_goes_with_it(words, said, tmp_path, capsys):
     command, source, *rest = map(str, words)
     if command == "import-hf":
         model("llama", tmp_path / "hf")
@@ -273,7 +268,7 @@ def test_what_goes_with_it(
     assert not (tmp_path / "out").exists()
 
 
-def test_zeros_read_nothing_and_take_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zeros_read_nothing_and_take_no_disk(tmp_path, monkeypatch):
     """A vocabulary that is mostly padding: 16 MiB a tensor, of which little is stored and no room is asked for."""
     asked: list[int] = []
     monkeypatch.setattr(LocalOutput, "_check_space", lambda self, at, nbytes: asked.append(nbytes))
@@ -290,7 +285,7 @@ def test_zeros_read_nothing_and_take_no_disk(tmp_path: Path, monkeypatch: pytest
     assert loaded.shape == (1 << 17, 32) and not loaded.view(torch.int32).any()
 
 
-def test_the_bytes_do_not_depend_on_holes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bytes_do_not_depend_on_holes(monkeypatch):
     """The same where a file system tells of no holes."""
     sparse = fsdp(LLAMA, **FRESH)
     monkeypatch.setattr(
@@ -299,7 +294,7 @@ def test_the_bytes_do_not_depend_on_holes(monkeypatch: pytest.MonkeyPatch) -> No
     assert content(fsdp.__wrapped__(LLAMA, **FRESH)) == content(sparse)
 
 
-def test_damage_in_a_hole_is_repaired_on_resume(tmp_path: Path) -> None:
+def test_damage_in_a_hole_is_repaired_on_resume(tmp_path):
     """Zeros are written over what does not belong there, not taken for granted."""
     from ckpt_tools.execute.move.source_reader import SourceReader
     from ckpt_tools.execute.move.stream import Pump
@@ -317,7 +312,7 @@ def test_damage_in_a_hole_is_repaired_on_resume(tmp_path: Path) -> None:
     assert path.read_bytes() == b"\x01" * 4000 + b"\0" * 196_000
 
 
-def test_a_bridge_run_tells_its_settings_otherwise(tmp_path: Path) -> None:
+def test_a_bridge_run_tells_its_settings_otherwise(tmp_path):
     """Its schedule and groups where they are stored, its configuration where they are not."""
     source = root_of("bridge_dense_fr_tp2_dp2")
     groups = taken_apart(fsdp(source, **FRESH)).groups
@@ -336,7 +331,7 @@ def test_a_bridge_run_tells_its_settings_otherwise(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [*OPTIMIZERS, muon], ids=lambda damage: damage.__name__)
-def test_any_optimizer_is_replaced(damage: Callable[[Parts], None], tmp_path: Path) -> None:
+def test_any_optimizer_is_replaced(damage, tmp_path):
     """Masters of another run, of a kind that is not read, or none: the weights are their own masters then."""
     made = fsdp(damaged_by(damage, tmp_path), **FRESH)
     oracle.assert_same(made, fsdp(bare(), **FRESH))
@@ -346,7 +341,7 @@ def test_any_optimizer_is_replaced(damage: Callable[[Parts], None], tmp_path: Pa
 FROZEN = "decoder.layers.1.mlp.linear_fc2.weight"
 
 
-def test_what_was_frozen_stays_so(tmp_path: Path) -> None:
+def test_what_was_frozen_stays_so(tmp_path):
     """A weight that the run's optimizer did not work on gets no states: a job that freezes it asks for none."""
     native = iteration_of(NATIVE)
     keys = oracle.metadata(native).state_dict_metadata
@@ -361,7 +356,7 @@ def test_what_was_frozen_stays_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.5])
-def test_what_was_frozen_in_3d_stays_so(factor: float, tmp_path: Path) -> None:
+def test_what_was_frozen_in_3d_stays_so(factor, tmp_path):
     """Also where masters are those of another run, so that weights are taken for them."""
     parts = read(RUN / "iter_0000002")
     frozen = "output_layer.weight"
@@ -393,9 +388,7 @@ def test_what_was_frozen_in_3d_stays_so(factor: float, tmp_path: Path) -> None:
         ({"train_iters": 100, "train_samples": 90}, 0, 400, 400),
     ],
 )
-def test_the_schedule_is_that_of_megatrons_args(
-    args: dict[str, Any], warmup: float, decay: int, steps: int
-) -> None:
+def test_the_schedule_is_that_of_megatrons_args(args, warmup, decay, steps):
     others = {"lr_decay_style": "cosine", "start_weight_decay": 0.1, "end_weight_decay": 0.2}
     assert schedule_of({"global_batch_size": 4, **args, **others}) == {
         "lr_warmup_steps": warmup, "lr_decay_steps": decay, "wd_incr_steps": steps, "lr_decay_style": "cosine",

@@ -1,9 +1,6 @@
 """HybridModel: Transformer Engine's names whatever the args say, and the GPT model that one of its kind is."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 
@@ -45,9 +42,7 @@ def as_gpt(parts: Parts) -> None:
     [("local", ("is_hybrid_model",)), ("transformer_engine", ("hybrid_layer_pattern",)), ("inference_optimized", ()),
      ("local", ())],
 )  # fmt: skip
-def test_its_names_are_transformer_engines(
-    implementation: str, told: tuple[str, ...], cases: Path, tmp_path: Path
-) -> None:
+def test_its_names_are_transformer_engines(implementation, told, cases, tmp_path):
     parts = read(cases / "llama_as_hybrid")
     parts.args["transformer_impl"] = implementation
     for name in set(HYBRID_ARGS) - set(told):
@@ -59,7 +54,7 @@ def test_its_names_are_transformer_engines(
     oracle.assert_same(torch_dist(made), parts.tensors)
 
 
-def test_a_job_may_say_either_implementation(cases: Path, tmp_path: Path) -> None:
+def test_a_job_may_say_either_implementation(cases, tmp_path):
     convert_to_fsdp_dtensor(cases / "llama_as_hybrid", tmp_path / "out")
     for implementation in ("local", "transformer_engine"):
         report = preflight(str(tmp_path / "out"), ["--transformer-impl", implementation]).report
@@ -67,7 +62,7 @@ def test_a_job_may_say_either_implementation(cases: Path, tmp_path: Path) -> Non
         assert rule.findings == ()
 
 
-def test_a_contrary_flag_is_an_error(cases: Path, tmp_path: Path) -> None:
+def test_a_contrary_flag_is_an_error(cases, tmp_path):
     options = ConvertOptions(target=TargetOptions(layer_spec="local"))
     with pytest.raises(MappingError, match="--layer-spec local: a HybridModel"):
         convert_to_fsdp_dtensor(cases / "llama_as_hybrid", tmp_path / "out", options)
@@ -81,7 +76,7 @@ def test_a_contrary_flag_is_an_error(cases: Path, tmp_path: Path) -> None:
         {"spec": ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"]},
     ],
 )
-def test_every_way_to_ask_for_one_is_known(args: dict[str, object]) -> None:
+def test_every_way_to_ask_for_one_is_known(args):
     assert settings_of({"transformer_impl": "local"} | args).local_norms is False
     plain = dict.fromkeys(args)
     assert settings_of({"transformer_impl": "local", "hybrid_context_parallel": True} | plain).local_norms
@@ -89,9 +84,7 @@ def test_every_way_to_ask_for_one_is_known(args: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("through", ["torch_dist", "fsdp_dtensor"])
 @pytest.mark.parametrize("dtype", [None, "float32"])
-def test_attention_and_mlp_in_turn_are_exported_as_a_gpt_model(
-    through: str, dtype: str | None, cases: Path, tmp_path: Path
-) -> None:
+def test_attention_and_mlp_in_turn_are_exported_as_a_gpt_model(through, dtype, cases, tmp_path):
     source = cases / "llama_as_hybrid"
     parts = read(source)
     as_gpt(parts)
@@ -108,7 +101,7 @@ def swap_last_layers(key: str) -> str:
     return re.sub(r"layers\.([23])\.", lambda m: f"layers.{5 - int(m[1])}.", key)
 
 
-def test_another_order_of_layers_is_refused_by_its_pattern(cases: Path, tmp_path: Path) -> None:
+def test_another_order_of_layers_is_refused_by_its_pattern(cases, tmp_path):
     parts = read(cases / "llama_as_hybrid")
     parts.rename(swap_last_layers)
     parts.args["hybrid_layer_pattern"] = "*--*"
@@ -121,7 +114,7 @@ def test_another_order_of_layers_is_refused_by_its_pattern(cases: Path, tmp_path
         export_hf(write(tmp_path / "b", parts), tmp_path / "out")
 
 
-def test_mamba_layers_are_refused_by_name(cases: Path, tmp_path: Path) -> None:
+def test_mamba_layers_are_refused_by_name(cases, tmp_path):
     parts = read(cases / "llama_as_hybrid")
     parts.rename(lambda key: key.replace("layers.2.self_attention.linear_proj", "layers.2.mixer.out_proj"))
     with pytest.raises(

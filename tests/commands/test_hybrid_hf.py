@@ -1,7 +1,5 @@
 """Hybrids through the commands: both formats, bits, and norms that Megatron stores as weight - 1."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -55,7 +53,7 @@ def model(folder: Path, config: dict[str, Any], **changed: torch.Tensor) -> dict
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_bits_come_back_from_both_formats(name: str, tp: int, tmp_path: Path) -> None:
+def test_bits_come_back_from_both_formats(name, tp, tmp_path):
     """Megatron-FSDP packs projections by tensor-parallel rank; the file beside a checkpoint says for how many."""
     source = model(tmp_path / "hf", CONFIGS[name])
     import_hf(tmp_path / "hf", tmp_path / "run")
@@ -71,7 +69,7 @@ def test_bits_come_back_from_both_formats(name: str, tp: int, tmp_path: Path) ->
 
 @pytest.mark.parametrize("to", ["torch_dist", "fsdp_dtensor"])
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba2"])
-def test_there_are_no_local_modules_of_them(name: str, to: Any, tmp_path: Path) -> None:
+def test_there_are_no_local_modules_of_them(name, to, tmp_path):
     model(tmp_path / "hf", CONFIGS[name])
     local = ImportOptions(to=to, layer_spec="local", fsdp=TargetOptions(fresh_optimizer=False))
     with pytest.raises(MappingError, match="--layer-spec local: Megatron builds the layers of"):
@@ -79,7 +77,7 @@ def test_there_are_no_local_modules_of_them(name: str, to: Any, tmp_path: Path) 
     assert not (tmp_path / "run").exists()
 
 
-def test_a_norm_is_stored_as_weight_minus_one(tmp_path: Path) -> None:
+def test_a_norm_is_stored_as_weight_minus_one(tmp_path):
     """Rounded once, and what that cost is counted: numbers below a half lose bits."""
     weight = torch.tensor([1.0, 0.5, 1.9921875, 0.1, 0.30078125]).bfloat16()
     model(tmp_path / "hf", QWEN3_NEXT, **{NORM: weight})
@@ -97,7 +95,7 @@ def test_a_norm_is_stored_as_weight_minus_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_number_is_added_once(dtype: str) -> None:
+def test_a_number_is_added_once(dtype):
     values = np.array([1.0, 0.1, 3.0e38, np.nan, -0.0], np.float32)
     kernel = AddNumber(dtype, -1.0)
     assert kernel.form([Form("float32", (5,))]) == Form(dtype, (5,))

@@ -1,13 +1,9 @@
 """The page of `inspect`: its data is what `inspect` lists, and names from strangers are text."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -28,7 +24,7 @@ def data_of(page: str) -> dict[str, Any]:
     return data
 
 
-def test_the_data_is_what_is_stored() -> None:
+def test_the_data_is_what_is_stored():
     found = inspect_checkpoint(str(RUN))
     page = inspection_html(found)
     parse_page(page)
@@ -43,7 +39,7 @@ def test_the_data_is_what_is_stored() -> None:
         assert held == [(*chunk.box, chunk.item.file) for chunk in entry.chunks]
 
 
-def test_the_page_of_a_very_large_checkpoint_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_of_a_very_large_checkpoint_is_bounded(monkeypatch):
     monkeypatch.setattr(pages, "_MOST_CHUNKS", 10)
     tensors = data_of(inspection_html(inspect_checkpoint(str(RUN))))["tensors"]
     kept = [t for t in tensors if t[5] is not None]
@@ -52,7 +48,7 @@ def test_the_page_of_a_very_large_checkpoint_is_bounded(monkeypatch: pytest.Monk
     assert len(kept) < len(tensors)
 
 
-def test_names_from_strangers(tmp_path: Path) -> None:
+def test_names_from_strangers(tmp_path):
     evil = "</script><script>alert(1)</script>"
     save_file({evil: torch.ones(2)}, tmp_path / "model.safetensors")
     page = inspection_html(inspect_checkpoint(str(tmp_path)))
@@ -64,7 +60,7 @@ def test_names_from_strangers(tmp_path: Path) -> None:
     assert "document.write" not in script
 
 
-def test_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_option(tmp_path, capsys):
     assert run(["inspect", str(RUN), "--keys", "decoder.*", "--html", str(tmp_path / "a.html")]) == 0
     assert "torch_dist" in capsys.readouterr().out
     keys = [t[0] for t in data_of((tmp_path / "a.html").read_text())["tensors"]]

@@ -1,7 +1,5 @@
 """The command of the 3D-parallel job that loads a `torch_dist` checkpoint as it is."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any
@@ -56,7 +54,7 @@ def args_of(checkpoint: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["core019_llama_tp2_fully_reshardable", "core019_moe_ep2_fully_reshardable",
                                   "main_dense_dpr_pp2_vpp2_tied", "v016_dense_nodistopt_tp2",
                                   "core019_llama_tp2_dp_reshardable"])  # fmt: skip
-def test_it_is_the_job_of_the_run(name: str, program: str, tmp_path: Path) -> None:
+def test_it_is_the_job_of_the_run(name, program, tmp_path):
     checkpoint = run_of(name, tmp_path)
     _, job = as_is(checkpoint, program)
     args = args_of(checkpoint)
@@ -71,7 +69,7 @@ def test_it_is_the_job_of_the_run(name: str, program: str, tmp_path: Path) -> No
     assert job.world is not None and job.world % ranks == 0
 
 
-def test_what_no_flag_says_stands_in_comments(tmp_path: Path) -> None:
+def test_what_no_flag_says_stands_in_comments(tmp_path):
     pipeline, _ = as_is(run_of("main_dense_dpr_pp2_vpp2_tied", tmp_path))
     lines = "\n".join(pipeline.environment)
     assert "dp_reshardable) loads at the TP, PP and EP of the run alone" in lines
@@ -80,7 +78,7 @@ def test_what_no_flag_says_stands_in_comments(tmp_path: Path) -> None:
     assert any("it loads at any TP, PP and EP" in line for line in whole.environment)
 
 
-def test_what_was_converted_from_megatron_fsdp_is_launched_without_it(tmp_path: Path) -> None:
+def test_what_was_converted_from_megatron_fsdp_is_launched_without_it(tmp_path):
     assert run(["convert", str(fixture_dir(NATIVE)), str(tmp_path / "out"), "--to", "torch_dist", "-q"]) == 0
     _, job = as_is(tmp_path / "out")
     assert not job.has("use_megatron_fsdp")
@@ -90,7 +88,7 @@ def test_what_was_converted_from_megatron_fsdp_is_launched_without_it(tmp_path: 
     assert job.has("use_distributed_optimizer")
 
 
-def test_what_was_imported_is_launched_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_imported_is_launched_too(tmp_path, capsys):
     """Weights alone are for finetuning."""
     assert as_is(run_of("v016_dense_weightsonly_tp2", tmp_path / "run"))[1].has("finetune")
     assert run(["export-hf", str(LLAMA), str(tmp_path / "hf"), "-q"]) == 0
@@ -102,7 +100,7 @@ def test_what_was_imported_is_launched_too(tmp_path: Path, capsys: pytest.Captur
     assert "a 3D-parallel job loads it without conversion" in capsys.readouterr().out
 
 
-def test_there_is_none_where_a_job_is_described_or_megatron_fsdp_loads_it() -> None:
+def test_there_is_none_where_a_job_is_described_or_megatron_fsdp_loads_it():
     assert preflight(str(LLAMA), ["--use-megatron-fsdp"]).as_is is None
     assert preflight(str(fixture_dir(NATIVE))).as_is is None
 
@@ -121,7 +119,7 @@ def _stored(job: Job) -> dict[str, Any]:
 
 @pytest.mark.parametrize("program", ["core-0.16", "main"])
 @pytest.mark.parametrize("name", [*POPULAR, *DENSE])
-def test_an_imported_model_has_the_arguments_that_its_job_stores(name: str, program: str) -> None:
+def test_an_imported_model_has_the_arguments_that_its_job_stores(name, program):
     """All of them, as the parser of the program gives them: a strict start compares some, the run uses the others."""
     config = {**POPULAR, **DENSE}[name]
     args = imported(config, directory(config))[0].args

@@ -1,7 +1,5 @@
 """`ls`: what is whole, and how large."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from fractions import Fraction
@@ -40,7 +38,7 @@ def three(tmp_path: Path) -> Path:
     return root
 
 
-def test_listing(three: Path) -> None:
+def test_listing(three):
     found = list_run(str(three))
     assert [(r.name, r.state, r.is_latest) for r in found.iterations] == [
         ("iter_0000002", "complete", True),
@@ -58,7 +56,7 @@ def test_listing(three: Path) -> None:
     assert "iter_0000009" in broken.note
 
 
-def test_what_is_there_but_not_read_is_told_from_what_is_not_whole(three: Path) -> None:
+def test_what_is_there_but_not_read_is_told_from_what_is_not_whole(three):
     legacy = three / "iter_0000008" / "mp_rank_00"
     legacy.mkdir(parents=True)
     (legacy / "model_optim_rng.pt").write_bytes(bytes(100))
@@ -69,7 +67,7 @@ def test_what_is_there_but_not_read_is_told_from_what_is_not_whole(three: Path) 
     assert rows["iter_0000008"].nbytes == 100
 
 
-def test_a_common_state_that_is_not_read_hides_no_bytes(three: Path) -> None:
+def test_a_common_state_that_is_not_read_hides_no_bytes(three):
     """Of an unknown class, or damaged: the tensors lie where `.metadata` says."""
 
     torch.save({"iteration": 2, "x": Fraction(1, 2)}, three / ITERATION / "common.pt")
@@ -79,7 +77,7 @@ def test_a_common_state_that_is_not_read_hides_no_bytes(three: Path) -> None:
     assert rows[1].topology == {}
 
 
-def test_a_conversion_tells_the_topology_that_it_is_for(tmp_path: Path) -> None:
+def test_a_conversion_tells_the_topology_that_it_is_for(tmp_path):
     assert run(["convert", str(DATA / RUN), str(tmp_path / "out"), "-q", "--dp-shard", "2", "--tp", "2"]) == 0
     (row,) = list_run(str(tmp_path / "out")).iterations
     assert row.kind == "fsdp_dtensor"
@@ -87,7 +85,7 @@ def test_a_conversion_tells_the_topology_that_it_is_for(tmp_path: Path) -> None:
     assert row.topology["tp"] == 2
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_nothing_there(tmp_path):
     (tmp_path / "with" / "notes").mkdir(parents=True)
     with pytest.raises(UnsupportedCheckpointError, match="holds no checkpoint"):
         list_run(tmp_path / "with")
@@ -98,7 +96,7 @@ def test_nothing_there(tmp_path: Path) -> None:
         list_run(str(tmp_path))
 
 
-def test_files_below_enters_no_linked_folder(tmp_path: Path) -> None:
+def test_files_below_enters_no_linked_folder(tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "c").write_bytes(b"123")
     (tmp_path / "a" / "loop").symlink_to(tmp_path)
@@ -107,7 +105,7 @@ def test_files_below_enters_no_linked_folder(tmp_path: Path) -> None:
     assert files_below(f"file://{tmp_path}") == {"a/b/c": 3, "a/file": 3}
 
 
-def test_a_folder_of_runs_is_listed_a_run_a_line(three: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_runs_is_listed_a_run_a_line(three, capsys):
     folder = three.parent
     shutil.copytree(fixture_dir(FSDP) / ITERATION, folder / "alone")
     (folder / "notes").mkdir()
@@ -123,7 +121,7 @@ def test_a_folder_of_runs_is_listed_a_run_a_line(three: Path, capsys: pytest.Cap
     assert found.iterations == ()
 
 
-def test_what_is_not_a_run_is_not_walked_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_a_run_is_not_walked_through(tmp_path, monkeypatch):
     """`ls /` would go through all of a disk before it said that there is no checkpoint."""
     (tmp_path / "usr" / "lib").mkdir(parents=True)
     entered: list[str] = []
@@ -133,7 +131,7 @@ def test_what_is_not_a_run_is_not_walked_through(tmp_path: Path, monkeypatch: py
     assert not entered
 
 
-def test_damage_is_named_and_not_judged(three: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_is_named_and_not_judged(three, capsys):
     os.truncate(three / "iter_0000004" / "__1_0.distcp", 1000)
     damaged = list_run(three).iterations[1]
     assert damaged.state == "damaged" and "__1_0.distcp: the file has 1000 bytes" in damaged.why

@@ -1,7 +1,5 @@
 """A conversion for three ranks, loaded into uneven DTensors that the released megatron-fsdp describes to DCP."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What real jobs of Megatron-FSDP stored, laid out otherwise and back: their own chunks and bytes again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -45,7 +43,7 @@ def laid_out(source: Path, output: Path, words: str) -> Path:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_a_native_job_gets_its_own_chunks_back(name: str, tmp_path: Path) -> None:
+def test_a_native_job_gets_its_own_chunks_back(name, tmp_path):
     native = next(fixture_dir(name).glob("iter_*"))
     tp = "--tp 2" if "--tp 2" in JOBS[name] else "--tp 1"
     between = laid_out(native, tmp_path / "a", f"--dp-shard 5 {tp} --layout fsdp2")
@@ -58,7 +56,7 @@ def test_a_native_job_gets_its_own_chunks_back(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
-def test_bf16_main_weights_are_exact_masters(moments: torch.dtype, tmp_path: Path) -> None:
+def test_bf16_main_weights_are_exact_masters(moments, tmp_path):
     """What `--megatron-fsdp-main-params-dtype bf16` stores: laid out byte for byte, widened for 3D."""
     native = next(fixture_dir("core019_llama_tp2_native_fsdp_dtensor").glob("iter_*"))
     tensors, objects = parts(native)
@@ -98,7 +96,5 @@ BF16 = TorchDtype("bfloat16")
         ({MFSDP: True, MAIN: "auto"}, ("float32", None)),
     ],
 )  # fmt: skip
-def test_memory_is_of_the_types_that_the_job_had(
-    settings: dict[str, object], expected: tuple[str | None, str | None]
-) -> None:
+def test_memory_is_of_the_types_that_the_job_had(settings, expected):
     assert buffer_types(CommonState({}, None, settings)) == BufferTypes(*expected)

@@ -1,7 +1,5 @@
 """Objects that pickles of protocol 5 make, and texts that UTF-8 has not: carried whole by every command."""
 
-from __future__ import annotations
-
 import argparse
 import json
 

@@ -3,8 +3,6 @@
 And a metadata of a newer torch is not odd.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import shutil

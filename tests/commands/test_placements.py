@@ -1,7 +1,5 @@
 """Exact placements on real models: files in reading order, fused projections in parts, MLA, tensors of no rows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

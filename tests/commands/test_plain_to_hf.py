@@ -1,7 +1,5 @@
 """`export-hf` of PyTorch checkpoints whose tensors have Hugging Face names: each is written, or all are refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`preflight`: every rule is broken by one change of a job that is known to run, and by nothing else."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

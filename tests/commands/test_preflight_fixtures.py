@@ -1,7 +1,5 @@
 """Every real checkpoint is ready for the job of its own arguments, and the command printed starts that job."""
 
-from __future__ import annotations
-
 import shlex
 from functools import cache
 from pathlib import Path

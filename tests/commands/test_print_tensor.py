@@ -1,7 +1,5 @@
 """`print-tensor` against numpy indexing of what stock torch loads; it reads no more than it shows."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """`export-hf --quantize fp8-block`: codes and scales are the reference's, and come back as our import reads them."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -15,7 +13,6 @@ from ckpt_tools import ExportOptions, ImportOptions, TargetOptions, diff_checkpo
 from ckpt_tools.cli.app import run
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UsageError
 from ckpt_tools.execute.run import WriteOptions
-from ckpt_tools.model.choices import MegatronFormat
 from tests.commands.test_huggingface import GPT2, GPT_OSS
 from tests.megatron.huggingface.by_rules import DEEPSEEK, LLAMA, QWEN3_MOE, directory
 from tests.megatron.huggingface.quantized_models import spread
@@ -79,7 +76,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, tuple[int, int]]] 
 
 @pytest.mark.parametrize("to", ["torch_dist", "fsdp_dtensor"])
 @pytest.mark.parametrize("name", CASES)
-def test_linears_become_codes_and_scales_and_come_back(name: str, to: MegatronFormat, tmp_path: Path) -> None:
+def test_linears_become_codes_and_scales_and_come_back(name, to, tmp_path):
     config, settings, block = CASES[name]
     plain = model(tmp_path / "hf", config, settings)
     import_hf(
@@ -113,7 +110,7 @@ def test_linears_become_codes_and_scales_and_come_back(name: str, to: MegatronFo
         assert tensor.dtype == expected.dtype and torch.equal(tensor, expected), key
 
 
-def test_quantized_again_the_values_stay(tmp_path: Path) -> None:
+def test_quantized_again_the_values_stay(tmp_path):
     """Scales that are powers of two lose nothing the second time; codes may be twice as large, scales half."""
     settings = {**PUBLISHED, "weight_block_size": [4, 5], "scale_fmt": "ue8m0"}
     model(tmp_path / "hf", DEEPSEEK, settings)
@@ -126,7 +123,7 @@ def test_quantized_again_the_values_stay(tmp_path: Path) -> None:
     assert not diff_checkpoints(tmp_path / "two", tmp_path / "run").is_equal
 
 
-def test_wide_weights_are_quantized_from_masters(tmp_path: Path) -> None:
+def test_wide_weights_are_quantized_from_masters(tmp_path):
     from tests.conftest import DATA
 
     run_ = DATA / "core019_llama_tp2_fully_reshardable"
@@ -155,9 +152,7 @@ def refused(
     ("config", "named"),
     [(GPT_OSS, "model.layers.0.mlp.experts.gate_up_proj"), (GPT2, "none is named as one")],
 )
-def test_families_that_are_not_published_so_are_refused(
-    config: dict[str, Any], named: str, tmp_path: Path
-) -> None:
+def test_families_that_are_not_published_so_are_refused(config, named, tmp_path):
     text = refused(MappingError, tmp_path, config)
     assert "is published so" in text and named in text
 
@@ -172,19 +167,19 @@ def test_families_that_are_not_published_so_are_refused(
         {**PUBLISHED, "fmt": "e5m2"},
     ],
 )
-def test_a_reference_with_another_form_is_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_a_reference_with_another_form_is_refused(settings, tmp_path):
     assert "--quantize fp8-block: the quantization_config of --hf-config" in refused(
         MappingError, tmp_path, LLAMA, settings
     )
 
 
-def test_other_names_are_refused(tmp_path: Path) -> None:
+def test_other_names_are_refused(tmp_path):
     assert "fp8-block is written" in refused(UsageError, tmp_path, LLAMA, quantize="int4")
     code = run(["export-hf", str(tmp_path / "run"), str(tmp_path / "o"), "--quantize", "int4"])
     assert code == 2
 
 
-def test_weights_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
+def test_weights_that_are_not_numbers_are_refused(tmp_path):
     tensors = model(tmp_path / "hf", LLAMA)
     tensors["model.layers.1.mlp.up_proj.weight"][2, 3] = torch.inf
     save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})

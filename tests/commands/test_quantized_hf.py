@@ -1,7 +1,5 @@
 """Quantized Hugging Face models through `import-hf` and `diff`: an independent decoder's values, or a refusal."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable
@@ -19,7 +17,6 @@ from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.megatron.huggingface.mapping.checks import Spec
 from ckpt_tools.megatron.huggingface.quantization.quantized import dequantized
 from ckpt_tools.model.catalog import Catalog, TensorEntry
-from ckpt_tools.model.choices import MegatronFormat
 from tests.commands import oracle
 from tests.megatron.huggingface.quantized_models import (
     MODELS,
@@ -38,7 +35,7 @@ RATES = {"torch_dist": TargetOptions(), "fsdp_dtensor": TargetOptions(lr=1e-5, m
 
 @pytest.mark.parametrize("to", RATES)
 @pytest.mark.parametrize("name", MODELS)
-def test_imported_values_are_the_dequantized_ones(name: str, to: MegatronFormat, tmp_path: Path) -> None:
+def test_imported_values_are_the_dequantized_ones(name, to, tmp_path):
     model = MODELS[name]()
     source = model.save(tmp_path / "hf")
     done = import_hf(source, tmp_path / "run", ImportOptions(to=to, fsdp=RATES[to]))
@@ -51,7 +48,7 @@ def test_imported_values_are_the_dequantized_ones(name: str, to: MegatronFormat,
     assert all("cannot be recovered from the values" in note for note in done.notes[: len(counts)])
 
 
-def test_another_type_is_cast_from_the_dequantized_values(tmp_path: Path) -> None:
+def test_another_type_is_cast_from_the_dequantized_values(tmp_path):
     model = gpt_oss()
     import_hf(model.save(tmp_path / "hf"), tmp_path / "run", ImportOptions(dtype="float32"))
     export_hf(tmp_path / "run", tmp_path / "out")
@@ -59,7 +56,7 @@ def test_another_type_is_cast_from_the_dequantized_values(tmp_path: Path) -> Non
     oracle.assert_same(oracle.model(tmp_path / "out"), wide)
 
 
-def test_the_report_says_what_was_dropped(tmp_path: Path) -> None:
+def test_the_report_says_what_was_dropped(tmp_path):
     source = fp8_tensors().save(tmp_path / "hf")
     done = import_hf(source, tmp_path / "run", dry_run=True)
     assert len([line for line in done.dropped if "a scale of activations" in line]) == 14
@@ -67,9 +64,7 @@ def test_the_report_says_what_was_dropped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [fp8_blocks, gpt_oss, compressed_int4])
-def test_diff_sees_the_same_values(
-    make: Callable[[], Quantized], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_diff_sees_the_same_values(make, tmp_path, capsys):
     """And one scale that is another."""
     model = make()
     source = model.save(tmp_path / "hf")
@@ -94,7 +89,7 @@ def test_diff_sees_the_same_values(
     assert (code, wrong) == (1, [scale[: scale.index("_scale")]])
 
 
-def test_the_time_grows_with_the_number_of_tensors_and_not_faster(tmp_path: Path) -> None:
+def test_the_time_grows_with_the_number_of_tensors_and_not_faster(tmp_path):
     """DeepSeek-V3 has 45,000 quantized weights."""
     tensors = {}
     for n in range(20_000):
@@ -178,9 +173,7 @@ INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 4}
         (lambda: compressed_int4(zero_points=True), one_group("pack-quantized", **INT4), "zero points are not"),
     ],
 )  # fmt: skip
-def test_parts_that_do_not_belong_together_are_named(
-    make: Callable[[], Quantized], change: Change, said: str, tmp_path: Path
-) -> None:
+def test_parts_that_do_not_belong_together_are_named(make, change, said, tmp_path):
     model = make()
     change(model)
     with pytest.raises(MappingError, match=said):
@@ -209,7 +202,7 @@ def sparse(model: Quantized) -> None:
         (sparse, "sparse-24-bitmask"),
     ],
 )
-def test_other_quantizations_are_refused_with_the_way_out(change: Change, said: str, tmp_path: Path) -> None:
+def test_other_quantizations_are_refused_with_the_way_out(change, said, tmp_path):
     model = compressed_fp8("channel", torch.bfloat16)
     change(model)
     with pytest.raises(UnsupportedCheckpointError, match=said) as caught:
@@ -217,7 +210,7 @@ def test_other_quantizations_are_refused_with_the_way_out(change: Change, said: 
     assert "import the model that it was quantized from" in str(caught.value)
 
 
-def test_a_scale_that_is_not_a_number_is_damage_with_its_place(tmp_path: Path) -> None:
+def test_a_scale_that_is_not_a_number_is_damage_with_its_place(tmp_path):
     model = gpt_oss()
     model.stored[f"{EXPERTS}_scales"][2, 5, 1] = 255
     with pytest.raises(CorruptCheckpointError, match=rf"{EXPERTS} \[2:3, .*scale is 255"):

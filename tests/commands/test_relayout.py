@@ -1,7 +1,5 @@
 """An `fsdp_dtensor` checkpoint for another topology: what the direct conversion for that topology gives."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

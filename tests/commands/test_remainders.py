@@ -1,7 +1,5 @@
 """Jobs with a precision-aware optimizer: masters joined from weights and remainders, against whole torch tensors."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -46,7 +44,7 @@ def expected_of_natural(source: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", [NATURAL, "te_prec_tp2_fr"])
-def test_remainders_stored_as_numbers_become_the_masters_they_are_of(name: str) -> None:
+def test_remainders_stored_as_numbers_become_the_masters_they_are_of(name):
     source = iteration_of(name)
     expected, stored = expected_of_natural(source), oracle.tensors(source)
     oracle.assert_same(torch_dist(name), expected)
@@ -87,11 +85,11 @@ def expected_of_buckets(source: Path) -> dict[str, torch.Tensor]:
     return expected
 
 
-def test_buckets_of_remainders_become_masters() -> None:
+def test_buckets_of_remainders_become_masters():
     oracle.assert_same(torch_dist("te_prec8_dp2_dpr"), expected_of_buckets(iteration_of("te_prec8_dp2_dpr")))
 
 
-def test_two_layouts_of_one_run_convert_to_the_same() -> None:
+def test_two_layouts_of_one_run_convert_to_the_same():
     oracle.assert_same(fsdp(NATURAL), fsdp(BUCKETS))
     ours, theirs = map(oracle.objects, (fsdp(NATURAL), fsdp(BUCKETS)))
     assert {key for key in ours if ours[key] != theirs.get(key)} == {"args"}  # where they were saved
@@ -101,7 +99,7 @@ def test_two_layouts_of_one_run_convert_to_the_same() -> None:
     assert {tensor.kind for tensor in report.tensors} == {"equal"}
 
 
-def test_the_way_back_holds_plain_masters_and_says_how_to_load_them(tmp_path: Path) -> None:
+def test_the_way_back_holds_plain_masters_and_says_how_to_load_them(tmp_path):
     source, there = iteration_of(NATURAL), fsdp(NATURAL)
     report = convert_to_torch_dist(there, tmp_path / "back")
     for said in ("load without --use-precision-aware-optimizer", "rounds these away from zero"):
@@ -114,7 +112,7 @@ def test_the_way_back_holds_plain_masters_and_says_how_to_load_them(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", [NATURAL, BUCKETS, "te_prec8_dp2_dpr"])
-def test_content_is_verified_and_exported_as_masters(name: str) -> None:
+def test_content_is_verified_and_exported_as_masters(name):
     """te_prec8_dp2_dpr has two masters midway between two weights, of which the odd ones are stored."""
     source, back = iteration_of(name), torch_dist(name)
     assert is_sound(source) and is_sound(back)
@@ -129,7 +127,7 @@ def test_content_is_verified_and_exported_as_masters(name: str) -> None:
             assert oracle.same_bytes(exported[f"model.layers.{layer}.{theirs}.weight"], whole)
 
 
-def test_slices_hold_what_is_needed(tmp_path: Path) -> None:
+def test_slices_hold_what_is_needed(tmp_path):
     for number, name in enumerate((NATURAL, BUCKETS)):
         slice_layers(iteration_of(name), tmp_path / str(number), "1:2")
         assert is_sound(tmp_path / str(number))
@@ -137,7 +135,7 @@ def test_slices_hold_what_is_needed(tmp_path: Path) -> None:
     assert {tensor.kind for tensor in report.tensors} == {"equal"}
 
 
-def test_the_plan_says_what_is_computed_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_says_what_is_computed_and_why(capsys):
     source = iteration_of(BUCKETS)
     assert run(["plan", str(source), "--dp-shard", "2", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -145,7 +143,7 @@ def test_the_plan_says_what_is_computed_and_why(capsys: pytest.CaptureFixture[st
     assert any("masters are computed" in note and "16 bits" in note for note in plan["notes"])
 
 
-def test_weights_alone_need_no_proof(tmp_path: Path) -> None:
+def test_weights_alone_need_no_proof(tmp_path):
     """Files that no longer say which rank wrote them: the positions of buckets cannot be proven."""
     source = tmp_path / "source"
     shutil.copytree(iteration_of(BUCKETS), source)

@@ -1,7 +1,5 @@
 """The proof of buckets, shared by workers: the same plan and the same refusal as in one process."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +46,7 @@ def converted(source: Path, out: Path, workers: int) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_workers_prove_what_one_process_does(source: Path, tmp_path: Path) -> None:
+def test_workers_prove_what_one_process_does(source, tmp_path):
     assert converted(source, tmp_path / "one", 1) == ["0"]
     assert converted(source, tmp_path / "three", 3) == ["4"]  # two for the proof, two to write
     one, three = (
@@ -62,7 +60,7 @@ def test_workers_prove_what_one_process_does(source: Path, tmp_path: Path) -> No
     assert one == three and len(one) > 2
 
 
-def test_what_one_worker_finds_is_refused_in_the_same_words(source: Path, tmp_path: Path) -> None:
+def test_what_one_worker_finds_is_refused_in_the_same_words(source, tmp_path):
     """Behind the samples, which every process looks at: so that the comparison of all elements finds it."""
     files = LocalFiles(str(source / "iter_0000100"))
     entry = next(e for key, e in read_catalog(files).tensors.items() if key.endswith("bucket_idx_0.param"))

@@ -1,7 +1,5 @@
 """`slice`: a few layers of every kind of checkpoint are a sound checkpoint whose values are the source's."""
 
-from __future__ import annotations
-
 import pytest
 
 from ckpt_tools import convert_to_fsdp_dtensor, slice_layers

@@ -1,7 +1,5 @@
 """One flipped bit anywhere in what a command reads ends it with exit code 4, and nothing is published."""
 
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -151,7 +149,7 @@ def assert_named(text: str, key: str, path: Path, offset: int, nbytes: int) -> N
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path, name: str) -> None:
+def test_a_flipped_bit_is_found_wherever_it_is(tmp_path, name):
     fixture, command = COMMANDS[name]
     source, out = copy_of(fixture, tmp_path / "in"), tmp_path / "out"
     written = command(str(source), str(out), WriteOptions()).written
@@ -179,7 +177,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["natural", "buckets, for a topology", "way back"])
-def test_unproven_only_if_asked_for(tmp_path: Path, name: str) -> None:
+def test_unproven_only_if_asked_for(tmp_path, name):
     fixture, command = COMMANDS[name]
     source, out = copy_of(fixture, tmp_path / "in"), tmp_path / "out"
     weights = [p for p in payloads(source) if "exp_avg" in p[0]]
@@ -192,9 +190,7 @@ def test_unproven_only_if_asked_for(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(("fixture", "part"), [(NATURAL, "linear_qkv.weight"), (BUCKETS, "param")])
-def test_masters_that_do_not_round_since_a_bit_has_changed_are_called_damaged(
-    tmp_path: Path, fixture: str, part: str
-) -> None:
+def test_masters_that_do_not_round_since_a_bit_has_changed_are_called_damaged(tmp_path, fixture, part):
     source = copy_of(fixture, tmp_path / "in")
     found = [p for p in payloads(source) if p[0].endswith(part) and "exp_avg" not in p[0]]
     key, path, offset, nbytes = found[0]
@@ -222,7 +218,7 @@ def test_masters_that_do_not_round_since_a_bit_has_changed_are_called_damaged(
     ],
     ids=["convert", "export", "slice", "modify", "strip", "average, first", "average, last"],
 )
-def test_a_flipped_bit_of_common_state_is_found(tmp_path: Path, command: Command) -> None:
+def test_a_flipped_bit_of_common_state_is_found(tmp_path, command):
     source = copy_of("core016_llama_tp2_fully_reshardable", tmp_path / "in")
     path = next(source.rglob("common.pt"))
     data = path.read_bytes()
@@ -233,7 +229,7 @@ def test_a_flipped_bit_of_common_state_is_found(tmp_path: Path, command: Command
     assert not content(tmp_path / "out")
 
 
-def test_a_flipped_bit_of_an_object_that_is_taken_over_is_found(tmp_path: Path) -> None:
+def test_a_flipped_bit_of_an_object_that_is_taken_over_is_found(tmp_path):
     """Archives that nobody unpickles, as rng states, are copied as they are, and proven first."""
     source = copy_of(NATURAL, tmp_path / "in")
     location = locate(str(source))
@@ -248,7 +244,7 @@ def test_a_flipped_bit_of_an_object_that_is_taken_over_is_found(tmp_path: Path) 
         assert not content(tmp_path / "out"), key
 
 
-def test_safetensors_carry_no_checksums_which_is_said(tmp_path: Path) -> None:
+def test_safetensors_carry_no_checksums_which_is_said(tmp_path):
     export_hf(fixture_dir(NATURAL), tmp_path / "hf")
     report = import_hf(tmp_path / "hf", tmp_path / "run")
     written = report.written
@@ -279,7 +275,7 @@ except ckpt_tools.CkptError as error:
 """
 
 
-def test_a_rank_proves_what_it_reads_whole(tmp_path: Path) -> None:
+def test_a_rank_proves_what_it_reads_whole(tmp_path):
     source = copy_of(NATIVE, tmp_path / "in")
     key, path, offset, nbytes = next(p for p in payloads(source) if "exp_avg" in p[0])
     flip_bit(path, offset + nbytes // 2)

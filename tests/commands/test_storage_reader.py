@@ -1,7 +1,5 @@
 """`StorageReader` against stock `dcp.load` of our own conversion, on real processes, for every format and layout."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Every checkpoint of a Transformer Engine job, in both directions, against whole torch tensors made by hand."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -151,9 +149,7 @@ NATIVE: list[tuple[str, DialectName | None]] = [
 
 
 @pytest.mark.parametrize(("name", "whole", "dialect"), SOURCES)
-def test_a_3d_job_goes_to_megatron_fsdp_and_back(
-    name: str, whole: Callable[[Path], Tensors], dialect: DialectName | None
-) -> None:
+def test_a_3d_job_goes_to_megatron_fsdp_and_back(name, whole, dialect):
     there, expected = fsdp(name, tp=1, dialect=dialect), whole(iteration_of(name))
     oracle.assert_same(of_the_model(there), running(expected, gated="gpt" not in name))
     masters = {key: expected[f"{STATE}param.{key}"] for key in expected if f"{STATE}param.{key}" in expected}
@@ -169,7 +165,7 @@ def test_a_3d_job_goes_to_megatron_fsdp_and_back(
 
 
 @pytest.mark.parametrize(("name", "dialect"), NATIVE)
-def test_a_native_checkpoint_goes_to_3d_and_back(name: str, dialect: DialectName | None) -> None:
+def test_a_native_checkpoint_goes_to_3d_and_back(name, dialect):
     there, native = torch_dist(name, dialect=dialect), of_the_model(iteration_of(name))
     stored = oracle.tensors(there)
     oracle.assert_same(running(stored, gated=True), native)

@@ -1,7 +1,5 @@
 """Plain PyTorch state dicts: made from every source, laid out anew, taken for what they are, brought to Megatron."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

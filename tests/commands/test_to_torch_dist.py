@@ -1,7 +1,5 @@
 """The way back on real checkpoints: nothing is lost on a round trip in either direction."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """`convert --to torch_dist` of torch_dist: any optimizer layout becomes `fully_reshardable`, or another program's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

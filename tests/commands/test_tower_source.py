@@ -1,7 +1,5 @@
 """`--tower language`: a vision-language model's language model alone, and back among the other towers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -57,13 +55,13 @@ def refusal(argv: list[Any], code: int, capsys: pytest.CaptureFixture[str]) -> s
 
 
 @pytest.mark.parametrize("names", [AS_FILES, AS_MODULES, INSIDE])
-def test_every_spelling_goes_there_and_back(names: tuple[str, str], tmp_path: Path) -> None:
+def test_every_spelling_goes_there_and_back(names, tmp_path):
     source = qwen2_5_vl(tmp_path / "vl", names)
     out = exported(imported(source, tmp_path / "run"), source, tmp_path / "out")
     assert tensors_of(out) == tensors_of(source) and config_of(out) == config_of(source) == QWEN2_5
 
 
-def test_the_language_model_is_the_checkpoint_s_and_the_rest_the_directory_s(tmp_path: Path) -> None:
+def test_the_language_model_is_the_checkpoint_s_and_the_rest_the_directory_s(tmp_path):
     """Told apart by two models of different values; --dtype is for the language model; assets are carried."""
     one, other = qwen2_5_vl(tmp_path / "one"), qwen2_5_vl(tmp_path / "other", seed=1)
     for name in ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
@@ -86,14 +84,14 @@ def test_the_language_model_is_the_checkpoint_s_and_the_rest_the_directory_s(tmp
                                    else language[key].astype(np.float16).tobytes()), key  # fmt: skip
 
 
-def test_a_checkpoint_for_megatron_fsdp_goes_back_too(tmp_path: Path) -> None:
+def test_a_checkpoint_for_megatron_fsdp_goes_back_too(tmp_path):
     source, made = qwen2_5_vl(tmp_path / "vl"), tmp_path / "run"
     rates = ["--lr", "1e-5", "--min-lr", "1e-6", "--weight-decay", "0.1"]
     assert run(["import-hf", str(source), str(made), *TOWER, "--to", "fsdp_dtensor", *rates]) == 0
     assert tensors_of(exported(made, source, tmp_path / "out")) == tensors_of(source)
 
 
-def test_diff_compares_the_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_compares_the_language_model(tmp_path, capsys):
     """Whether the import was faithful; one value that differs is found under the directory's name."""
     source = qwen2_5_vl(tmp_path / "vl")
     made = imported(source, tmp_path / "run")
@@ -109,7 +107,7 @@ def test_diff_compares_the_language_model(tmp_path: Path, capsys: pytest.Capture
     assert "model.layers.1.mlp.up_proj.weight" in capsys.readouterr().out
 
 
-def test_a_quantized_model_is_dequantized(tmp_path: Path) -> None:
+def test_a_quantized_model_is_dequantized(tmp_path):
     """Block FP8 of the language model beside a tower that is as it was."""
     source = qwen2_5_vl(tmp_path / "vl")
     tensors = {key: torch.from_numpy(array) for key, array in load_file(source / "model.safetensors").items()}
@@ -130,9 +128,7 @@ def test_a_quantized_model_is_dequantized(tmp_path: Path) -> None:
     assert all(found[key].tobytes() == plain[key].numpy().tobytes() for key in plain)
 
 
-def test_the_report_counts_and_names_what_is_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_counts_and_names_what_is_left_out(tmp_path, capsys):
     source = qwen2_5_vl(tmp_path / "vl")
     assert run(["import-hf", str(source), str(tmp_path / "run"), "--tower", "language", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -151,7 +147,7 @@ def test_the_report_counts_and_names_what_is_left_out(
 
 @pytest.mark.parametrize("by_rows", [False, True])
 @pytest.mark.parametrize("ffn", [18, 12, 24])
-def test_experts_lie_as_the_directory_has_them(ffn: int, by_rows: bool, tmp_path: Path) -> None:
+def test_experts_lie_as_the_directory_has_them(ffn, by_rows, tmp_path):
     """Columns first as released, rows first as transformers 5 saves; with 12 and 24 one of the two is square."""
     text = {**MOE_TEXT, "moe_intermediate_size": ffn}
     released = language_tensors("qwen3_vl_moe_text", text)
@@ -180,9 +176,7 @@ def test_experts_lie_as_the_directory_has_them(ffn: int, by_rows: bool, tmp_path
     [(None, None, True, False), (False, True, True, False), (True, True, False, True), (True, False, False, True),
      (None, True, False, True)],
 )  # fmt: skip
-def test_whether_the_head_is_the_embedding(
-    outer: bool | None, inner: bool | None, has_head: bool, tied: bool, tmp_path: Path
-) -> None:
+def test_whether_the_head_is_the_embedding(outer, inner, has_head, tied, tmp_path):
     """Versions of transformers write it outside of text_config, inside, or nowhere."""
     text = {key: value for key, value in MOE_TEXT.items() if key != "tie_word_embeddings"}
     config: dict[str, Any] = {
@@ -202,9 +196,7 @@ def test_whether_the_head_is_the_embedding(
 
 
 @pytest.mark.parametrize(("outer", "inner"), [(None, None), (None, False), (False, None), (False, False)])
-def test_a_head_that_no_place_says_is_shared_is_missing(
-    outer: bool | None, inner: bool | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_head_that_no_place_says_is_shared_is_missing(outer, inner, tmp_path, capsys):
     """Both releases of transformers make a new one for it."""
     text, config = (
         {key: value for key, value in one.items() if key != "tie_word_embeddings"}
@@ -221,7 +213,7 @@ def test_a_head_that_no_place_says_is_shared_is_missing(
         )
 
 
-def test_a_larger_vocabulary_is_written_where_config_json_says_it(tmp_path: Path) -> None:
+def test_a_larger_vocabulary_is_written_where_config_json_says_it(tmp_path):
     """A checkpoint with more tokens than the directory: text_config and what repeats it outside follow."""
     text = {**MOE_TEXT, "vocab_size": 101}
     more = {**QWEN3_MOE, "vocab_size": 101, "text_config": text}
@@ -236,7 +228,7 @@ def test_a_larger_vocabulary_is_written_where_config_json_says_it(tmp_path: Path
     assert config_of(out) == more
 
 
-def test_what_is_refused_on_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_refused_on_import(tmp_path, capsys):
     source = qwen2_5_vl(tmp_path / "vl")
     out = tmp_path / "out"
     text = refusal(["import-hf", source, out, *TOWER, "--adapter", tmp_path / "peft"], 2, capsys)
@@ -271,7 +263,7 @@ def test_what_is_refused_on_import(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not out.exists()
 
 
-def test_what_is_refused_on_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_refused_on_export(tmp_path, capsys):
     source, out = qwen2_5_vl(tmp_path / "vl"), tmp_path / "out"
     made = imported(source, tmp_path / "run")
     back = ["export-hf", made, out, *TOWER]
@@ -295,9 +287,7 @@ def test_what_is_refused_on_export(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not out.exists()
 
 
-def test_damage_in_another_tower_is_found_before_anything_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damage_in_another_tower_is_found_before_anything_is_written(tmp_path, capsys):
     source = qwen2_5_vl(tmp_path / "vl")
     made = imported(source, tmp_path / "run")
     path = source / "model.safetensors"

@@ -1,7 +1,5 @@
 """The config.json of a vision-language model: a run records it, and is exported by it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -32,9 +30,7 @@ def recorded(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_run_is_exported_by_what_it_records(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_exported_by_what_it_records(name, tmp_path, capsys):
     """After every command that writes a run anew; the tokenizer is asked for."""
     source = directory(tmp_path / "vl", name)
     made = imported(source, tmp_path / "run", "--iteration", "2")
@@ -57,7 +53,7 @@ def test_a_run_is_exported_by_what_it_records(
         assert recorded(place) == config_of(source), words
 
 
-def test_a_slice_records_the_layers_that_are_left(tmp_path: Path) -> None:
+def test_a_slice_records_the_layers_that_are_left(tmp_path):
     """Of the language model, or of a tower; the numbers of the other are as they were."""
     source, made = model_and_run("gemma3")
     before = config_of(source)
@@ -73,7 +69,7 @@ def test_a_slice_records_the_layers_that_are_left(tmp_path: Path) -> None:
         assert config_of(export(cut, tmp_path / f"out_{part}"))[part]["num_hidden_layers"] == 1
 
 
-def test_quantized_weights_are_the_reference_s_alone(tmp_path: Path) -> None:
+def test_quantized_weights_are_the_reference_s_alone(tmp_path):
     """An export of bfloat16 or float32 weights does not say that they are codes and scales."""
     source, made = model_and_run("qwen3_vl")
     coded = {**config_of(source), "quantization_config": {"quant_method": "fp8"}}
@@ -87,7 +83,7 @@ def program_of(folder: Path) -> str | None:
     return None if record is None else record.target
 
 
-def test_the_program_follows_from_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_follows_from_the_model(tmp_path, capsys):
     """Megatron-Bridge alone trains it with its towers: others are refused by name, and checks agree."""
     source = directory(tmp_path / "vl", "qwen3_vl")
     assert run(["import-hf", str(source), str(tmp_path / "run")]) == 0

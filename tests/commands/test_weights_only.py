@@ -1,7 +1,5 @@
 """`--weights-only` converts whatever the optimizer is that it leaves out; without it such optimizers are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -141,9 +139,7 @@ def instead_of_masters(report: ConversionReport) -> int:
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])
 @pytest.mark.parametrize("damage", [*OPTIMIZERS, muon], ids=lambda damage: damage.__name__)
-def test_any_optimizer_can_be_left_out(
-    damage: Callable[[Parts], None], dtype: str | None, tmp_path: Path
-) -> None:
+def test_any_optimizer_can_be_left_out(damage, dtype, tmp_path):
     report = convert(damaged_by(damage, tmp_path), tmp_path / "out", weights_only=True, dtype=dtype)
     oracle.assert_same(tmp_path / "out", fsdp(bare("optimizer"), weights_only=True, dtype=dtype))
     if damage in (muon, unknown):  # no masters, or none that could be told from the keys
@@ -156,9 +152,7 @@ def test_any_optimizer_can_be_left_out(
 
 
 @pytest.mark.parametrize("damage", OPTIMIZERS, ids=lambda damage: damage.__name__)
-def test_the_same_optimizers_are_refused_when_they_are_wanted(
-    damage: Callable[[Parts], None], tmp_path: Path
-) -> None:
+def test_the_same_optimizers_are_refused_when_they_are_wanted(damage, tmp_path):
     error, text = OPTIMIZERS[damage]
     with pytest.raises(error, match=text) as caught:
         convert(damaged_by(damage, tmp_path), tmp_path / "out")
@@ -168,7 +162,7 @@ def test_the_same_optimizers_are_refused_when_they_are_wanted(
     assert not (tmp_path / "out").exists()
 
 
-def test_sound_masters_are_still_a_conversions_values(tmp_path: Path) -> None:
+def test_sound_masters_are_still_a_conversions_values(tmp_path):
     report = convert(LLAMA, tmp_path / "out", weights_only=True)
     masters = report.masters
     assert (masters.use, masters.mode) == ("written", "all")
@@ -180,7 +174,7 @@ def test_sound_masters_are_still_a_conversions_values(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["fully_reshardable", "dp_reshardable"])
 @pytest.mark.parametrize("weights_only", [True, False])
-def test_fp32_weights_of_torch_dist_are_the_masters(layout: str, weights_only: bool, tmp_path: Path) -> None:
+def test_fp32_weights_of_torch_dist_are_the_masters(layout, weights_only, tmp_path):
     source = f"core019_llama_tp2_{layout}"
     target = TorchDistOptions(weights_only=weights_only, dtype="float32")
     report = convert_to_torch_dist(root_of(source), tmp_path / "out", ToTorchDistOptions(target=target))
@@ -192,9 +186,7 @@ def test_fp32_weights_of_torch_dist_are_the_masters(layout: str, weights_only: b
 
 
 @pytest.mark.parametrize("damage", [*OPTIMIZERS, muon], ids=lambda damage: damage.__name__)
-def test_fp32_weights_of_torch_dist_without_sound_masters(
-    damage: Callable[[Parts], None], tmp_path: Path
-) -> None:
+def test_fp32_weights_of_torch_dist_without_sound_masters(damage, tmp_path):
     options = ToTorchDistOptions(target=TorchDistOptions(weights_only=True, dtype="float32"))
     report = convert_to_torch_dist(damaged_by(damage, tmp_path), tmp_path / "out", options)
     made = oracle.tensors(tmp_path / "out")
@@ -202,7 +194,7 @@ def test_fp32_weights_of_torch_dist_without_sound_masters(
     assert instead_of_masters(report) == (damage not in (muon, unknown))
 
 
-def test_a_damaged_file_is_not_an_optimizer_that_is_left_out(tmp_path: Path) -> None:
+def test_a_damaged_file_is_not_an_optimizer_that_is_left_out(tmp_path):
     source = write(tmp_path / "source", read(LLAMA))
     payload = next(source.glob("*.distcp"))
     payload.write_bytes(payload.read_bytes()[:2000])
@@ -210,7 +202,7 @@ def test_a_damaged_file_is_not_an_optimizer_that_is_left_out(tmp_path: Path) -> 
         convert(source, tmp_path / "out", weights_only=True)
 
 
-def test_the_way_back_leaves_out_what_it_cannot_read(tmp_path: Path) -> None:
+def test_the_way_back_leaves_out_what_it_cannot_read(tmp_path):
     """Masters among the states, as Megatron-LM's own converter parks them."""
     sound = fsdp(LLAMA)
     tensors, kinds = oracle.tensors(sound), oracle.metadata(sound).state_dict_metadata

@@ -1,7 +1,5 @@
 """Frames and objects against torch on every item of the recorded checkpoints."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 import zlib
@@ -42,7 +40,7 @@ def saved(folder: Path, value: object) -> tuple[Files, Item]:
 
 
 @pytest.mark.parametrize("folder", dcp_folders())
-def test_frames_of_recorded_tensors(folder: Path) -> None:
+def test_frames_of_recorded_tensors(folder):
     files = open_files(str(folder))
     for entry in read_catalog(files).tensors.values():
         for box, item in ((chunk.box, chunk.item) for chunk in entry.chunks):
@@ -75,7 +73,7 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_element_types(tmp_path: Path, name: str) -> None:
+def test_element_types(tmp_path, name):
     tensor = TENSORS[name]
     files, item = saved(tmp_path, tensor)
     frame = find_tensor(files, item)
@@ -90,7 +88,7 @@ def test_element_types(tmp_path: Path, name: str) -> None:
     assert load_object(files, item) == StoredTensor(frame.dtype, frame.shape, payload)
 
 
-def test_views_keep_their_strides(tmp_path: Path) -> None:
+def test_views_keep_their_strides(tmp_path):
     """A transposed tensor's payload is not row-major; a slice of a storage has no checksum of its own."""
     base = torch.arange(24.0).reshape(4, 6)
     files, item = saved(tmp_path, base.t())
@@ -106,12 +104,12 @@ def test_views_keep_their_strides(tmp_path: Path) -> None:
     assert load_object(files, item) == StoredTensor("float32", (4, 2), tensor_bytes(base[:, 1:3]))
 
 
-def test_parameters_are_tensors(tmp_path: Path) -> None:
+def test_parameters_are_tensors(tmp_path):
     files, item = saved(tmp_path, torch.nn.Parameter(torch.arange(3.0)))
     assert find_tensor(files, item).shape == (3,)
 
 
-def test_checksums_off(tmp_path: Path) -> None:
+def test_checksums_off(tmp_path):
     torch.serialization.set_crc32_options(False)
     try:
         files, item = saved(tmp_path, torch.arange(3.0))
@@ -120,13 +118,13 @@ def test_checksums_off(tmp_path: Path) -> None:
     assert find_tensor(files, item).crc32 is None
 
 
-def test_an_object_is_no_tensor(tmp_path: Path) -> None:
+def test_an_object_is_no_tensor(tmp_path):
     files, item = saved(tmp_path, {"a": 1})
     with pytest.raises(CorruptCheckpointError, match="a tensor is expected, found dict"):
         find_tensor(files, item)
 
 
-def test_truncation_anywhere_is_our_error(tmp_path: Path) -> None:
+def test_truncation_anywhere_is_our_error(tmp_path):
     """An item cut short, and an item of a file cut short."""
     files, item = saved(tmp_path, torch.arange(700.0))
     data = files.read(*item[:3])
@@ -140,7 +138,7 @@ def test_truncation_anywhere_is_our_error(tmp_path: Path) -> None:
             find_tensor(open_files(str(tmp_path)), item)
 
 
-def test_flipped_bytes_never_crash(tmp_path: Path) -> None:
+def test_flipped_bytes_never_crash(tmp_path):
     folder = fixture_dir("core019_llama_tp2_fully_reshardable") / "iter_0000002"
     source = open_files(str(folder))
     item = read_catalog(source).objects["common_state/shard_0_1"].item
@@ -159,7 +157,7 @@ def test_flipped_bytes_never_crash(tmp_path: Path) -> None:
     assert refused > tried // 4
 
 
-def test_archives_that_torch_reads(tmp_path: Path) -> None:
+def test_archives_that_torch_reads(tmp_path):
     """What `write_archive` makes passes Python's zipfile with its checksums, and reads back record by record."""
     records = [
         ("a/data.pkl", b"\x80\x02K\x07."),
@@ -178,7 +176,7 @@ def test_archives_that_torch_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (0, 5)])
-def test_objects_and_tensors_have_one_zip_writer(shape: tuple[int, ...]) -> None:
+def test_objects_and_tensors_have_one_zip_writer(shape):
     """The records of a tensor's archive, written as those of an object, are that archive again."""
     data = framed_tensor("float32", shape, bytes(range(4 * shape[0] * shape[1])))
 
@@ -190,7 +188,7 @@ def test_objects_and_tensors_have_one_zip_writer(shape: tuple[int, ...]) -> None
     assert write_archive([(r.name, read(start, r.size)) for r, start in starts]) == data
 
 
-def test_large_archive_with_zip64_sizes(tmp_path: Path) -> None:
+def test_large_archive_with_zip64_sizes(tmp_path):
     """Above 4 GiB sizes and offsets are in the zip64 extra block; the file is sparse."""
     with torch.serialization.skip_data():
         torch.save([torch.empty(1 << 32, dtype=torch.uint8), torch.empty(5)], tmp_path / "x.pt")
@@ -202,7 +200,7 @@ def test_large_archive_with_zip64_sizes(tmp_path: Path) -> None:
     assert max(record.header for record in directory.values()) > 1 << 32
 
 
-def test_no_flipped_bit_of_an_object_changes_its_value(tmp_path: Path) -> None:
+def test_no_flipped_bit_of_an_object_changes_its_value(tmp_path):
     value = {"max_lr": 0.01, "step": 7, "state": torch.arange(6.0), "seen": torch.arange(12)[3:9]}
     files, item = saved(tmp_path, value)
     good = load_object(files, item)
@@ -221,7 +219,7 @@ def test_no_flipped_bit_of_an_object_changes_its_value(tmp_path: Path) -> None:
     assert 0 < silent < item.length  # padding, and records that hold no value
 
 
-def test_archives_are_taken_over_only_if_every_record_is_sound(tmp_path: Path) -> None:
+def test_archives_are_taken_over_only_if_every_record_is_sound(tmp_path):
     files, item = saved(tmp_path, {"max_lr": 0.01, "state": torch.arange(6.0)})
     data = files.read(item.file, 0, item.length)
     assert read_archive(files, item) == read_small_file(files, "x.pt") == data
@@ -240,7 +238,7 @@ def test_archives_are_taken_over_only_if_every_record_is_sound(tmp_path: Path) -
                 read_small_file(files, "y.pt")
 
 
-def test_a_small_file_that_is_no_archive_is_taken_over_as_it_is(tmp_path: Path) -> None:
+def test_a_small_file_that_is_no_archive_is_taken_over_as_it_is(tmp_path):
     for content in (b"", b"PK", b"model: {}\n"):
         (tmp_path / "run_config.yaml").write_bytes(content)
         assert read_small_file(open_files(str(tmp_path)), "run_config.yaml") == content
@@ -250,7 +248,7 @@ def test_a_small_file_that_is_no_archive_is_taken_over_as_it_is(tmp_path: Path) 
     ("tensor", "bit"),
     [(torch.ones(2, dtype=torch.complex64).conj(), "conj"), (torch._neg_view(torch.ones(3)), "neg")],
 )
-def test_bits_that_torch_applies_later_are_refused(tmp_path: Path, tensor: torch.Tensor, bit: str) -> None:
+def test_bits_that_torch_applies_later_are_refused(tmp_path, tensor, bit):
     files, item = saved(tmp_path, [1, tensor])
     with pytest.raises(UnsupportedCheckpointError, match=f"x.pt at byte 0: .*'{bit}'"):
         load_object(files, item)

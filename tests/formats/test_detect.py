@@ -1,11 +1,8 @@
 """What a path means, and the one paragraph that says why it means nothing."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,7 +24,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_root_follows_its_tracker(root: Path) -> None:
+def test_root_follows_its_tracker(root):
     found = locate(str(root))
     assert (found.kind, found.path, found.root, found.iteration) == (
         "torch_dist",
@@ -39,20 +36,20 @@ def test_root_follows_its_tracker(root: Path) -> None:
     assert (found.has_metadata_json, found.has_common_pt, found.has_run_config) == (True, False, False)
 
 
-def test_iteration_directory_knows_its_root(root: Path) -> None:
+def test_iteration_directory_knows_its_root(root):
     assert locate(f"{root}/iter_0000002/") == locate(f"{root}/iter_0000002/", iteration=2)
     found = locate(str(root / "iter_0000002"))
     assert (found.root, found.iteration) == (str(root), 2)
 
 
-def test_release(root: Path) -> None:
+def test_release(root):
     (root / "iter_0000002").rename(root / "release")
     (root / "latest_checkpointed_iteration.txt").write_text("release\n")
     found = locate(str(root))
     assert (found.path, found.iteration, found.is_release) == (f"{root}/release", None, True)
 
 
-def test_bridge_tracker(root: Path) -> None:
+def test_bridge_tracker(root):
     (root / "latest_checkpointed_iteration.txt").unlink()
     torch.save({"step": torch.tensor(2, dtype=torch.int32)}, root / "latest_train_state.pt")
     found = locate(str(root))
@@ -62,7 +59,7 @@ def test_bridge_tracker(root: Path) -> None:
         locate(str(root))
 
 
-def test_several_iterations(root: Path) -> None:
+def test_several_iterations(root):
     shutil.copytree(root / "iter_0000002", root / "iter_0000010")
     assert locate(str(root)).iteration == 2
     assert locate(str(root), iteration=10).iteration == 10
@@ -77,7 +74,7 @@ def test_several_iterations(root: Path) -> None:
     assert locate(str(root)).iteration == 2
 
 
-def test_kinds() -> None:
+def test_kinds():
     native = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
     assert locate(str(native)).kind == "fsdp_dtensor"
     groups = locate(str(fixture_dir(LLAMA) / "param_to_param_group_map"))
@@ -86,18 +83,18 @@ def test_kinds() -> None:
     assert (bridge.kind, bridge.has_run_config, bridge.has_train_state) == ("torch_dist", True, True)
 
 
-def test_weights_folder_of_nemo(root: Path, tmp_path: Path) -> None:
+def test_weights_folder_of_nemo(root, tmp_path):
     (tmp_path / "nemo").mkdir()
     (root / "iter_0000002").rename(tmp_path / "nemo" / "weights")
     assert locate(str(tmp_path / "nemo")).path == f"{tmp_path}/nemo/weights"
 
 
-def test_safetensors(tmp_path: Path) -> None:
+def test_safetensors(tmp_path):
     (tmp_path / "model.safetensors").touch()
     assert locate(str(tmp_path)).kind == "safetensors"
 
 
-def test_iteration_directory_with_another_iteration(root: Path) -> None:
+def test_iteration_directory_with_another_iteration(root):
     with pytest.raises(UsageError, match="is one checkpoint, not a run with an iteration 3"):
         locate(str(root / "iter_0000002"), iteration=3)
 
@@ -228,7 +225,7 @@ def damage_single_file(root: Path) -> str:
         ),
     ],
 )
-def test_refusals(root: Path, damage: Callable[[Path], str], code: int, message: str) -> None:
+def test_refusals(root, damage, code, message):
     path = damage(root)
     with pytest.raises(CkptError) as found:
         locate(path)
@@ -246,7 +243,7 @@ def run_root(folder: Path, *numbers: int) -> Path:
     return folder
 
 
-def test_weights_beside_the_iterations_of_a_run_do_not_make_it_a_model(tmp_path: Path) -> None:
+def test_weights_beside_the_iterations_of_a_run_do_not_make_it_a_model(tmp_path):
     root = run_root(tmp_path / "run", 1, 2)
     (root / "truth.safetensors").touch()
     found = locate(str(root))
@@ -256,7 +253,7 @@ def test_weights_beside_the_iterations_of_a_run_do_not_make_it_a_model(tmp_path:
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "model.safetensors"])
-def test_a_model_beside_the_iterations_of_a_run_stays_one(name: str, tmp_path: Path) -> None:
+def test_a_model_beside_the_iterations_of_a_run_stays_one(name, tmp_path):
     """And says what else is there; an iteration that is asked for is the run's."""
     root = run_root(tmp_path / "run", 1, 2)
     for one in ("model-00001-of-00001.safetensors", name):
@@ -273,7 +270,7 @@ def test_a_model_beside_the_iterations_of_a_run_stays_one(name: str, tmp_path: P
 
 
 @pytest.mark.parametrize("inner", ["checkpoint", "run"])
-def test_weights_beside_a_checkpoints_folder_name_the_folder(inner: str, tmp_path: Path) -> None:
+def test_weights_beside_a_checkpoints_folder_name_the_folder(inner, tmp_path):
     if inner == "run":
         run_root(tmp_path / "run", 1)
     else:
@@ -288,7 +285,7 @@ def test_weights_beside_a_checkpoints_folder_name_the_folder(inner: str, tmp_pat
     assert locate(str(tmp_path)).kind == "safetensors"
 
 
-def test_parts_of_ranks_are_a_model_wherever_they_lie(tmp_path: Path) -> None:
+def test_parts_of_ranks_are_a_model_wherever_they_lie(tmp_path):
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / ".metadata").touch()
     (tmp_path / "shard-00001-model-00001-of-00001.safetensors").touch()
@@ -300,7 +297,7 @@ def test_parts_of_ranks_are_a_model_wherever_they_lie(tmp_path: Path) -> None:
     ["checkpoint-5/model.safetensors", "checkpoint-5/model.safetensors.index.json", "step=5/weights/.metadata",
      "actor/.metadata", "run/latest_checkpointed_iteration.txt"],
 )  # fmt: skip
-def test_a_folder_above_a_checkpoint_names_it(inside: str, tmp_path: Path) -> None:
+def test_a_folder_above_a_checkpoint_names_it(inside, tmp_path):
     file = tmp_path / inside
     file.parent.mkdir(parents=True)
     file.touch()

@@ -1,7 +1,5 @@
 """Exact byte ranges, and errors that name file, range and size."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator
@@ -22,7 +20,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_reads_are_exact(folder: Path) -> None:
+def test_reads_are_exact(folder):
     files = open_files(str(folder))
     assert isinstance(files, LocalFiles)
     assert files.list() == ["a", "b"]
@@ -37,7 +35,7 @@ def test_reads_are_exact(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("offset", "length"), [(0, 101), (100, 1), (1 << 60, 1), (-1, 1), (0, 1 << 60)])
-def test_ranges_past_the_end_are_named(folder: Path, offset: int, length: int) -> None:
+def test_ranges_past_the_end_are_named(folder, offset, length):
     files = LocalFiles(str(folder))
     with pytest.raises(CorruptCheckpointError) as found:
         files.read("a", offset, length)
@@ -47,7 +45,7 @@ def test_ranges_past_the_end_are_named(folder: Path, offset: int, length: int) -
     files.close()
 
 
-def test_a_file_that_shrinks_is_reported(folder: Path) -> None:
+def test_a_file_that_shrinks_is_reported(folder):
     files = LocalFiles(str(folder))
     files.read("a", 0, 1)
     (folder / "a").write_bytes(b"x" * 50)
@@ -56,7 +54,7 @@ def test_a_file_that_shrinks_is_reported(folder: Path) -> None:
     files.close()
 
 
-def test_missing_and_unreadable_files(folder: Path) -> None:
+def test_missing_and_unreadable_files(folder):
     files = LocalFiles(str(folder))
     with pytest.raises(CorruptCheckpointError, match="does not exist, but the checkpoint needs it"):
         files.read("c", 0, 1)
@@ -66,7 +64,7 @@ def test_missing_and_unreadable_files(folder: Path) -> None:
     files.close()
 
 
-def test_short_reads_are_completed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_reads_are_completed(folder, monkeypatch):
     real = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: real(fd, [buffers[0][:7]], at))
     files = LocalFiles(str(folder))
@@ -74,7 +72,7 @@ def test_short_reads_are_completed(folder: Path, monkeypatch: pytest.MonkeyPatch
     files.close()
 
 
-def test_descriptors_are_bounded_and_returned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_descriptors_are_bounded_and_returned(folder, monkeypatch):
     monkeypatch.setattr(module, "MAX_OPEN_FILES", 3)
     names = [f"f{i}" for i in range(10)]
     for name in names:
@@ -95,7 +93,7 @@ def following() -> Iterator[None]:
     follow_links(False)
 
 
-def test_links_inside_the_folder_are_read(folder: Path) -> None:
+def test_links_inside_the_folder_are_read(folder):
     (folder / "deep").mkdir()
     (folder / "deep" / "c").write_bytes(b"deep")
     (folder / "one").symlink_to("a")
@@ -107,7 +105,7 @@ def test_links_inside_the_folder_are_read(folder: Path) -> None:
     files.close()
 
 
-def test_the_user_s_own_path_may_be_a_link(folder: Path, tmp_path: Path) -> None:
+def test_the_user_s_own_path_may_be_a_link(folder, tmp_path):
     link = tmp_path / "here"
     link.symlink_to(folder)
     (folder / "one").symlink_to("a")
@@ -127,7 +125,7 @@ def elsewhere(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["direct", "relative", "twice", "door/secret"])
-def test_links_to_elsewhere_are_refused(folder: Path, name: str) -> None:
+def test_links_to_elsewhere_are_refused(folder, name):
     elsewhere(folder)
     files = LocalFiles(str(folder))
     with pytest.raises(
@@ -139,14 +137,14 @@ def test_links_to_elsewhere_are_refused(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["direct", "relative", "twice", "door/secret"])
 @pytest.mark.usefixtures("following")
-def test_links_to_elsewhere_are_read_when_asked_for(folder: Path, name: str) -> None:
+def test_links_to_elsewhere_are_read_when_asked_for(folder, name):
     elsewhere(folder)
     files = LocalFiles(str(folder))
     assert files.read(name, 0, 6) == b"secret"
     files.close()
 
 
-def test_a_snapshot_of_a_hugging_face_cache_is_read(tmp_path: Path) -> None:
+def test_a_snapshot_of_a_hugging_face_cache_is_read(tmp_path):
     model, other = tmp_path / "hub" / "models--a--b", tmp_path / "hub" / "models--c--d"
     for one in (model, other):
         (one / "blobs").mkdir(parents=True)
@@ -164,7 +162,7 @@ def test_a_snapshot_of_a_hugging_face_cache_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("kind", ["fifo", "socket", "device", "link to a fifo"])
-def test_what_is_no_file_is_refused_at_once(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_file_is_refused_at_once(folder, kind, monkeypatch):
     monkeypatch.chdir(folder)  # the path of a socket has at most 107 bytes
     if kind == "socket":
         with socket.socket(socket.AF_UNIX) as one:
@@ -186,7 +184,7 @@ def test_what_is_no_file_is_refused_at_once(folder: Path, kind: str, monkeypatch
     files.close()
 
 
-def test_a_file_that_should_be_small_fills_no_memory(folder: Path) -> None:
+def test_a_file_that_should_be_small_fills_no_memory(folder):
     with open(folder / "long", "wb") as file:
         file.truncate(1 << 40)
     files = LocalFiles(str(folder))
@@ -197,7 +195,7 @@ def test_a_file_that_should_be_small_fills_no_memory(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["\0", "a\0b", "\ud800"])
-def test_what_is_not_a_file_name_is_refused(folder: Path, name: str) -> None:
+def test_what_is_not_a_file_name_is_refused(folder, name):
     files = LocalFiles(str(folder))
     with pytest.raises(CorruptCheckpointError, match="is not a file name"):
         files.size(name)
@@ -214,5 +212,5 @@ def test_what_is_not_a_file_name_is_refused(folder: Path, name: str) -> None:
         ("/run", ("/run",)),
     ],
 )
-def test_files_of_a_snapshot_may_lie_in_its_caches_blobs_only(root: str, places: tuple[str, ...]) -> None:
+def test_files_of_a_snapshot_may_lie_in_its_caches_blobs_only(root, places):
     assert _places_of(root) == places

@@ -1,9 +1,6 @@
 """Archives around tensors equal what `torch.save` writes, byte for byte."""
 
-from __future__ import annotations
-
 import io
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +28,7 @@ def tensor_of(dtype: str, shape: tuple[int, ...], payload: bytes) -> torch.Tenso
 
 @pytest.mark.parametrize("dtype", ITEMSIZE)
 @pytest.mark.parametrize("shape", [(), (0, 5), (3,), (2, 300), (3, 70000), (1, 2, 1, 3, 2)])
-def test_frame_loads_and_equals_torch_save(dtype: str, shape: tuple[int, ...]) -> None:
+def test_frame_loads_and_equals_torch_save(dtype, shape):
     numel = 1
     for n in shape:
         numel *= n
@@ -52,7 +49,7 @@ def test_frame_loads_and_equals_torch_save(dtype: str, shape: tuple[int, ...]) -
     st.sampled_from(["float32", "bfloat16", "uint16", "bool"]),
     st.lists(st.integers(0, 300), max_size=5).map(tuple).filter(lambda s: torch.Size(s).numel() < 100000),
 )
-def test_frame_equals_torch_save(dtype: str, shape: tuple[int, ...]) -> None:
+def test_frame_equals_torch_save(dtype, shape):
     payload = bytes(torch.Size(shape).numel() * ITEMSIZE[dtype])
     stock = io.BytesIO()
     torch.save(tensor_of(dtype, shape, payload), stock)
@@ -89,7 +86,7 @@ class Recorder(io.RawIOBase):
         *(("uint8", (1 << 32) - 1 - len(tensor_frame("uint8", (1000,)).head) - 16 + d) for d in (-1, 0, 1)),
     ],
 )
-def test_zip64_frame_equals_torch_save(dtype: str, numel: int) -> None:
+def test_zip64_frame_equals_torch_save(dtype, numel):
     recorder = Recorder()
     with torch.serialization.skip_data():
         torch.save(torch.empty(numel, dtype=getattr(torch, dtype)), recorder)
@@ -106,12 +103,12 @@ def test_zip64_frame_equals_torch_save(dtype: str, numel: int) -> None:
     st.lists(st.integers(0, 9), max_size=3).map(tuple),
     st.integers(0, 2**32 - 1),
 )
-def test_a_tail_tells_its_checksum(dtype: str, shape: tuple[int, ...], crc: int) -> None:
+def test_a_tail_tells_its_checksum(dtype, shape, crc):
     frame = tensor_frame(dtype, shape)
     assert frame.crc_in(frame.tail(crc)) == crc
 
 
-def test_a_usual_item_is_what_a_closer_look_finds(tmp_path: Path) -> None:
+def test_a_usual_item_is_what_a_closer_look_finds(tmp_path):
     """And one whose frame differs in any bit is not usual: its payload alone may be anything."""
     values = torch.arange(24, dtype=torch.bfloat16).reshape(4, 6)
     stream = io.BytesIO()

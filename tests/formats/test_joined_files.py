@@ -1,7 +1,5 @@
 """Several folders read as one: every file by its folder's location, the longest that fits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -23,7 +21,7 @@ def folders(tmp_path: Path) -> list[LocalFiles]:
     return found
 
 
-def test_a_file_is_read_where_it_lies(folders: list[LocalFiles]) -> None:
+def test_a_file_is_read_where_it_lies(folders):
     files = JoinedFiles(folders)
     for folder, content in zip(folders, (b"in a", b"in ab", b"in a/b"), strict=True):
         name = joined_name(folder, "f")
@@ -39,17 +37,17 @@ def test_a_file_is_read_where_it_lies(folders: list[LocalFiles]) -> None:
         assert name in files.list()
 
 
-def test_a_file_of_no_folder_is_refused(folders: list[LocalFiles], tmp_path: Path) -> None:
+def test_a_file_of_no_folder_is_refused(folders, tmp_path):
     with pytest.raises(CorruptCheckpointError, match="is not in"):
         JoinedFiles(folders).size(f"{tmp_path}/abc/f")
 
 
-def test_a_folder_that_is_joined_twice_is_one(folders: list[LocalFiles]) -> None:
+def test_a_folder_that_is_joined_twice_is_one(folders):
     files = JoinedFiles([folders[0], LocalFiles(folders[0].location)])
     assert len(files.parts) == 1
 
 
-def test_fingerprints_are_those_of_the_folders(folders: list[LocalFiles]) -> None:
+def test_fingerprints_are_those_of_the_folders(folders):
     files = JoinedFiles(folders)
     names = sorted(joined_name(folder, "f") for folder in folders)
     rows = file_stamps(files, names)
@@ -60,6 +58,6 @@ def test_fingerprints_are_those_of_the_folders(folders: list[LocalFiles]) -> Non
     assert file_stamps(files, names) != rows
 
 
-def test_one_folder_is_not_renamed(folders: list[LocalFiles]) -> None:
+def test_one_folder_is_not_renamed(folders):
     assert place_of(folders[0], "f") == (folders[0], "f")
     assert list(by_folder(folders[0], ["f", "g"])) == [(folders[0], ["f", "g"])]

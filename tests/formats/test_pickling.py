@@ -1,7 +1,5 @@
 """Archives written without torch: read by stock torch, and equal to what torch itself would have written."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import io
@@ -89,7 +87,7 @@ VALUES: list[Any] = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=[type(v).__name__ + str(i) for i, v in enumerate(VALUES)])
-def test_round_trip_is_torchs_own_bytes(value: Any) -> None:
+def test_round_trip_is_torchs_own_bytes(value):
     buffer = io.BytesIO()
     torch.save(value, buffer)
     stock = buffer.getvalue()
@@ -99,7 +97,7 @@ def test_round_trip_is_torchs_own_bytes(value: Any) -> None:
     assert repr(torch.load(io.BytesIO(ours), weights_only=False)) == repr(value)
 
 
-def test_layout_is_torchs_byte_for_byte() -> None:
+def test_layout_is_torchs_byte_for_byte():
     """Only the serialization id, a hash of torch's own, and its two checksums differ."""
     buffer = io.BytesIO()
     torch.save({"w": torch.arange(100.0), "empty": torch.zeros(0), "n": 3}, buffer)
@@ -112,7 +110,7 @@ def test_layout_is_torchs_byte_for_byte() -> None:
     assert len(different) <= 40 + 4 + 4
 
 
-def test_weights_only_load_accepts_plain_content() -> None:
+def test_weights_only_load_accepts_plain_content():
     data = dump_archive(
         {"w": StoredTensor("bfloat16", (2,), b"\0\0\x80\x3f"), "lr": 0.1, "betas": (0.9, 0.95)}
     )
@@ -129,7 +127,7 @@ def objects(folder: Path) -> list[tuple[Files, Item]]:
 
 
 @pytest.mark.parametrize("folder", dcp_folders())
-def test_recorded_objects_keep_every_pickled_byte(folder: Path) -> None:
+def test_recorded_objects_keep_every_pickled_byte(folder):
     """Megatron's enums, arguments and random states go out as they came in, classes that are not installed too."""
     found = objects(folder)
     assert found
@@ -140,25 +138,25 @@ def test_recorded_objects_keep_every_pickled_byte(folder: Path) -> None:
         assert load(ours) == load_object(files, item)
 
 
-def test_shared_objects_stay_shared() -> None:
+def test_shared_objects_stay_shared():
     inner = [StoredTensor("uint8", (1,), b"\7")]
     found = torch.load(io.BytesIO(dump_archive([inner, inner])), weights_only=True)
     assert found[0] is found[1]
 
 
-def test_same_value_same_bytes() -> None:
+def test_same_value_same_bytes():
     value = {"args": stand_in("argparse", "Namespace")(), "t": StoredTensor("int64", (), b"\1" + b"\0" * 7)}
     assert dump_archive(value) == dump_archive(value)
 
 
-def test_foreign_objects_are_not_written() -> None:
+def test_foreign_objects_are_not_written():
     with pytest.raises(TypeError, match="neither plain data nor read from a checkpoint"):
         dump_archive({"path": Item("a", 0, 1)})
     with pytest.raises(TypeError, match="no keyword arguments"):
         dump_archive(stand_in("argparse", "Namespace")(a=1))
 
 
-def test_stand_ins_become_the_real_classes() -> None:
+def test_stand_ins_become_the_real_classes():
     namespace = stand_in("argparse", "Namespace").__new__(stand_in("argparse", "Namespace"))
     namespace.state = {"signal": stand_in("signal", "Signals")(15), "dtype": TorchDtype("bfloat16")}
     found = torch.load(io.BytesIO(dump_archive(namespace)), weights_only=False)
@@ -175,7 +173,7 @@ plain = st.recursive(
 
 
 @given(plain)
-def test_plain_data_round_trip(value: Any) -> None:
+def test_plain_data_round_trip(value):
     data = dump_archive(value)
     assert load(data) == value
     assert torch.load(io.BytesIO(data), weights_only=False) == value

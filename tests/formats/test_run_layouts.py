@@ -1,7 +1,5 @@
 """Checkpoints in the folders of other programs: found, or named with what to pass; what is not read is listed."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -66,7 +64,7 @@ CONTENTS = {
 }
 
 
-def test_a_run_of_verl_has_iterations(tmp_path: Path) -> None:
+def test_a_run_of_verl_has_iterations(tmp_path):
     root = first_layout(tmp_path / "run", 5, 10)
     found = locate(str(root))
     assert (found.kind, found.iteration, found.root) == ("torch_dist", 10, str(root))
@@ -79,7 +77,7 @@ def test_a_run_of_verl_has_iterations(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("inner", ["", "/actor", "/actor/dist_ckpt"])
-def test_any_folder_on_the_way_is_taken(inner: str, tmp_path: Path) -> None:
+def test_any_folder_on_the_way_is_taken(inner, tmp_path):
     root = first_layout(tmp_path / "run", 10)
     found = locate(f"{root}/global_step_10{inner}")
     assert found.path == f"{root}/global_step_10/actor/dist_ckpt"
@@ -88,7 +86,7 @@ def test_any_folder_on_the_way_is_taken(inner: str, tmp_path: Path) -> None:
         locate(f"{root}/global_step_10{inner}", 3)
 
 
-def test_several_models_are_listed(tmp_path: Path) -> None:
+def test_several_models_are_listed(tmp_path):
     root = first_layout(tmp_path / "run", 10)
     put(root / "global_step_10" / "critic" / "dist_ckpt")
     with pytest.raises(UsageError, match=r"several models; give one: .*/actor, .*/critic"):
@@ -96,7 +94,7 @@ def test_several_models_are_listed(tmp_path: Path) -> None:
     assert locate(f"{root}/global_step_10/critic").path.endswith("/critic/dist_ckpt")
 
 
-def test_one_model_twice_is_listed(tmp_path: Path) -> None:
+def test_one_model_twice_is_listed(tmp_path):
     root = first_layout(tmp_path / "run", 10)
     (root / "global_step_10" / "actor" / "huggingface" / "model.safetensors").write_bytes(b"")
     with pytest.raises(UsageError, match=r"more than once; give one: .*actor/dist_ckpt, .*actor/huggingface"):
@@ -105,7 +103,7 @@ def test_one_model_twice_is_listed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("inner", ["", "/global_step_4", "/global_step_4/actor"])
 @pytest.mark.parametrize("with_config", [False, True])
-def test_a_run_of_fsdp_is_named(inner: str, with_config: bool, tmp_path: Path) -> None:
+def test_a_run_of_fsdp_is_named(inner, with_config, tmp_path):
     role = tmp_path / "run" / "global_step_4" / "actor"
     role.mkdir(parents=True)
     for part in ("model", "optim", "extra_state"):
@@ -122,7 +120,7 @@ def test_a_run_of_fsdp_is_named(inner: str, with_config: bool, tmp_path: Path) -
         assert locate(f"{tmp_path}/run{inner}").path == f"{role}/huggingface"
 
 
-def test_what_verl_wrote_of_it_decides(tmp_path: Path) -> None:
+def test_what_verl_wrote_of_it_decides(tmp_path):
     role = second_layout(tmp_path / "global_step_7" / "actor", CONTENTS)
     found = locate(str(role))
     assert (found.path, found.iteration) == (f"{role}/model/dist_ckpt", 7)
@@ -152,15 +150,13 @@ def test_what_verl_wrote_of_it_decides(tmp_path: Path) -> None:
         ([], CorruptCheckpointError, "not what verl writes"),
     ],
 )
-def test_what_it_says_is_not_trusted(
-    contents: Any, error: type[Exception], said: str, tmp_path: Path
-) -> None:
+def test_what_it_says_is_not_trusted(contents, error, said, tmp_path):
     role = second_layout(tmp_path / "actor", contents)
     with pytest.raises(error, match=said):
         locate(str(role))
 
 
-def test_a_role_that_is_a_link_elsewhere_is_refused(tmp_path: Path) -> None:
+def test_a_role_that_is_a_link_elsewhere_is_refused(tmp_path):
     put(tmp_path / "elsewhere" / "dist_ckpt")
     (tmp_path / "run" / "global_step_1").mkdir(parents=True)
     (tmp_path / "run" / "global_step_1" / "actor").symlink_to(tmp_path / "elsewhere")
@@ -168,14 +164,14 @@ def test_a_role_that_is_a_link_elsewhere_is_refused(tmp_path: Path) -> None:
         locate(str(tmp_path / "run"))
 
 
-def test_one_iteration_of_both_programs_is_refused(tmp_path: Path) -> None:
+def test_one_iteration_of_both_programs_is_refused(tmp_path):
     root = first_layout(tmp_path / "run", 2)
     put(root / "iter_0000002")
     with pytest.raises(UsageError, match=r"several folders of iteration 2; give one: .*global_step_2"):
         locate(str(root))
 
 
-def test_commands_take_a_run_of_verl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_take_a_run_of_verl(tmp_path, capsys):
     root = first_layout(tmp_path / "run", 2)
     out = tmp_path / "out"
     assert run(["convert", str(root), str(out), "-q", "--json"]) == 0
@@ -194,7 +190,7 @@ def test_commands_take_a_run_of_verl(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (tmp_path / "one" / "iter_0000002" / ".metadata").exists()
 
 
-def test_what_bridge_keeps_beside_a_checkpoint_is_listed(tmp_path: Path) -> None:
+def test_what_bridge_keeps_beside_a_checkpoint_is_listed(tmp_path):
     folder = put(tmp_path / "run" / "iter_0000002")
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("2")
     for name in ("tokenizer", "modelopt_state", "hf"):
@@ -217,9 +213,7 @@ READERS = ("verify", "inspect", "stats", "plan", "preflight", "diff")
 @pytest.mark.parametrize("command", [["convert", "-v"], ["strip"], ["slice", "--layers", "0:1"], ["average"],
                                      ["modify-state-dict", "--op", "remove rng_state.*"],
                                      *([name] for name in READERS)])  # fmt: skip
-def test_every_command_says_so(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_says_so(command, tmp_path, capsys):
     folder = put(tmp_path / "run" / "iter_0000002")
     (folder / "tokenizer").mkdir()
     for name in ("run_config.yaml", "train_state.pt", "layer_wise_optimizer_0.pt"):
@@ -235,13 +229,13 @@ def test_every_command_says_so(
         assert "run_config.yaml, train_state.pt: Megatron-Bridge's, which main does not read" in said
 
 
-def test_a_models_own_files_are_not_listed(tmp_path: Path) -> None:
+def test_a_models_own_files_are_not_listed(tmp_path):
     assert locate(str(model(tmp_path / "hf"))).left_out == ()
 
 
 @pytest.mark.parametrize("place", ["", "3", "session/3"])
 @pytest.mark.parametrize("name", ["iter_0000100_3_local.pt", "iter_0000100_3_local.dirty.pt"])
-def test_a_local_checkpoint_is_named(place: str, name: str, tmp_path: Path) -> None:
+def test_a_local_checkpoint_is_named(place, name, tmp_path):
     folder = tmp_path / place
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_bytes(b"x")
@@ -252,7 +246,7 @@ def test_a_local_checkpoint_is_named(place: str, name: str, tmp_path: Path) -> N
             locate(str(path))
 
 
-def test_the_schedule_is_found_under_verls_name(tmp_path: Path) -> None:
+def test_the_schedule_is_found_under_verls_name(tmp_path):
     """`lr_scheduler`, which Megatron takes as well (training/checkpointing.py)."""
     parts = read(SAVED)
     parts.common["lr_scheduler"] = parts.common.pop("opt_param_scheduler")
@@ -270,9 +264,7 @@ def put_dcp(folder: Path) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_slimes_model_is_in_a_folder_of_the_iteration(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_slimes_model_is_in_a_folder_of_the_iteration(tmp_path, capsys):
     root = tmp_path / "run"
     for number in (2, 3):
         put_dcp(root / f"iter_{number:07d}" / "model")
@@ -294,7 +286,7 @@ def test_slimes_model_is_in_a_folder_of_the_iteration(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_of_torchtitans_steps_the_latest_whole_one_is_taken_and_named(tmp_path: Path) -> None:
+def test_of_torchtitans_steps_the_latest_whole_one_is_taken_and_named(tmp_path):
     root = tmp_path / "checkpoint"
     put_dcp(root / "step-5")
     assert (locate(str(root)).path, locate(str(root)).left_out) == (f"{root}/step-5", ())
@@ -317,9 +309,7 @@ def test_of_torchtitans_steps_the_latest_whole_one_is_taken_and_named(tmp_path: 
 
 
 @pytest.mark.parametrize("inner", ["", "/global_step_4", "/global_step_4/actor"])
-def test_an_import_of_its_pickles_says_how_to_make_a_model_of_them(
-    inner: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_import_of_its_pickles_says_how_to_make_a_model_of_them(inner, tmp_path, capsys):
     role = tmp_path / "run" / "global_step_4" / "actor"
     role.mkdir(parents=True)
     (role / "model_world_size_1_rank_0.pt").write_bytes(b"x")
@@ -330,9 +320,7 @@ def test_an_import_of_its_pickles_says_how_to_make_a_model_of_them(
 @pytest.mark.parametrize("form", ["", "layers", "no zero", "trainer"])
 @pytest.mark.parametrize("inner", ["", "/global_step100"])
 @pytest.mark.parametrize("command", ["inspect", "verify", "ls", "import-hf"])
-def test_deepspeed_is_named_with_its_own_way_out(
-    form: str, inner: str, command: str, user_cases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_deepspeed_is_named_with_its_own_way_out(form, inner, command, user_cases, tmp_path, capsys):
     root = tmp_path / "run"
     shutil.copytree(user_cases / "deepspeed_folders" / "run", root)
     step = root / "global_step100"
@@ -351,13 +339,13 @@ def test_deepspeed_is_named_with_its_own_way_out(
     assert f"ds_to_universal --input_folder {step} " in said
 
 
-def test_a_model_beside_deepspeeds_files_is_read(user_cases: Path, tmp_path: Path) -> None:
+def test_a_model_beside_deepspeeds_files_is_read(user_cases, tmp_path):
     shutil.copytree(user_cases / "deepspeed_folders" / "run", tmp_path / "run")
     (tmp_path / "run" / "model.safetensors").touch()
     assert locate(str(tmp_path / "run")).kind == "safetensors"
 
 
-def test_a_run_of_nemo_rl(user_cases: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_nemo_rl(user_cases, capsys):
     root = user_cases / "nemo_folders" / "rl"
     model = "policy/weights/iter_0000000"
     for inner in ("", "/step_20", "/step_20/policy", "/step_20/policy/weights"):
@@ -383,7 +371,7 @@ def test_a_run_of_nemo_rl(user_cases: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_other_forms_of_nemo_rl(tmp_path: Path) -> None:
+def test_other_forms_of_nemo_rl(tmp_path):
     (tmp_path / "tmp_step_1").mkdir()
     with pytest.raises(
         UnsupportedCheckpointError, match=r"holds no whole step.*tmp_step_1: NeMo RL is still"

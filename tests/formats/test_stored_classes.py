@@ -1,7 +1,5 @@
 """What may stand in a `.metadata` besides names and numbers, value by value."""
 
-from __future__ import annotations
-
 import pytest
 
 from ckpt_tools.formats.pickle.machine import Name, Object
@@ -15,7 +13,7 @@ def memory_format(*args: object, kind: str = "_MEM_FORMAT_ENCODING") -> Object:
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_torchs_three_memory_formats(number: int) -> None:
+def test_torchs_three_memory_formats(number):
     check_memory_format(memory_format(number))
 
 
@@ -28,12 +26,12 @@ def test_torchs_three_memory_formats(number: int) -> None:
         None,
     ],
 )
-def test_nothing_else_is_a_memory_format(value: object) -> None:
+def test_nothing_else_is_a_memory_format(value):
     with pytest.raises(TypeError, match="where a memory format belongs"):
         check_memory_format(value)
 
 
-def test_a_memory_format_has_no_state() -> None:
+def test_a_memory_format_has_no_state():
     value = memory_format(0)
     value.state = {}
     with pytest.raises(TypeError, match="where a memory format belongs"):

@@ -1,7 +1,5 @@
 """What globals become: our values, inert stand-ins, or a refusal by name."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import pickle
@@ -46,7 +44,7 @@ KNOWN = [
 
 
 @pytest.mark.parametrize(("module", "name"), KNOWN)
-def test_known_globals_are_inert(module: str, name: str) -> None:
+def test_known_globals_are_inert(module, name):
     found = load(named(module, name))
     assert issubclass(found, StandIn)
     assert (found.module, found.qualname) == (module, name)
@@ -72,7 +70,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("module", "name"), REFUSED)
-def test_others_are_refused_by_name(module: str, name: str) -> None:
+def test_others_are_refused_by_name(module, name):
     acts = module in ("os", "nt", "builtins", "operator") or (module, name) == ("torch", "load")
     refusal = HostileCheckpointError if acts else UnsupportedCheckpointError
     with pytest.raises(refusal) as found:
@@ -86,18 +84,18 @@ def test_others_are_refused_by_name(module: str, name: str) -> None:
     assert Machine(named(module, name), "x", trust_pickle=True).load() == (module, name)
 
 
-def test_trusted_calls_do_nothing() -> None:
+def test_trusted_calls_do_nothing():
     found = load(b"cos\nsystem\nX\x02\0\0\0id\x85R.", trust=True)
     assert (found.module, found.qualname, found.args, found.called) == ("os", "system", ("id",), True)
 
 
-def test_plain_classes_are_values() -> None:
+def test_plain_classes_are_values():
     value = [collections.OrderedDict(a=1), {1}, frozenset([2]), complex(1, 2), bytearray(b"x"), slice(1, 2)]
     for protocol in range(2, 6):
         assert load(pickle.dumps(value, protocol)) == value
 
 
-def test_state_and_arguments_are_kept() -> None:
+def test_state_and_arguments_are_kept():
     found = load(pickle.dumps(argparse.Namespace(a=1, b=[2]), 2))
     assert found.attributes == {"a": 1, "b": [2]}
     assert (found.args, found.called) == ((), False)
@@ -106,19 +104,19 @@ def test_state_and_arguments_are_kept() -> None:
     assert repr(found) == "argparse.Namespace(a=1, b=[2])"
 
 
-def test_items_and_pairs_are_kept() -> None:
+def test_items_and_pairs_are_kept():
     found = load(b"\x80\x02cmegatron.x\nC\n)\x81(K\x01K\x02e(K\x03K\x04u.")
     assert (found.items, found.pairs) == ([1, 2], [(3, 4)])
 
 
-def test_enum_members_are_keys_and_objects_are_not() -> None:
+def test_enum_members_are_keys_and_objects_are_not():
     member = stand_in("megatron.core.enums", "ModelType")
     assert {member(1): "a", member(2): "b"}[member(2)] == "b"
     with pytest.raises(TypeError, match="as a key"):
         hash(member.__new__(member))
 
 
-def test_a_pickle_cannot_change_us() -> None:
+def test_a_pickle_cannot_change_us():
     """BUILD on a class, on one of our functions, and on a dtype leaves all of them as they were."""
     state = b"(N}X\x06\0\0\0moduleX\x02\0\0\0osstb."
     for target in (b"cargparse\nNamespace\n", b"c_codecs\nencode\n", b"ctorch\nSize\n", b"cbuiltins\nset\n"):
@@ -131,7 +129,7 @@ def test_a_pickle_cannot_change_us() -> None:
     assert load(b"c_codecs\nencode\nX\x01\0\0\0aX\x06\0\0\0latin1\x86R.") == b"a"
 
 
-def test_a_memo_numbered_in_two_ways_is_refused() -> None:
+def test_a_memo_numbered_in_two_ways_is_refused():
     """The second MEMOIZE makes entry 1, which the PUT made before: what a GET of it finds depends on the reader."""
     with pytest.raises(CorruptCheckpointError, match="numbered and not"):
         Machine(b"\x80\x04]\x94K\x05q\x01\x94h\x01.", "here").load()
@@ -149,6 +147,6 @@ def test_a_memo_numbered_in_two_ways_is_refused() -> None:
         (np.random.RandomState, "numpy.random.mtrand.RandomState"),
     ],
 )
-def test_values_of_numpy_are_shown_by_type_and_shape(value: Any, text: str, protocol: int) -> None:
+def test_values_of_numpy_are_shown_by_type_and_shape(value, text, protocol):
     found = load_pickle(pickle.dumps(value, protocol), "here", {}, trust_pickle=True)
     assert repr(found) == text

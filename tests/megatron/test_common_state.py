@@ -1,7 +1,5 @@
 """The common state from its three places, and what it says about arguments and optimizer."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -42,7 +40,7 @@ def iteration(tmp_path: Path) -> Path:
         (f"{LLAMA}/param_to_param_group_map", None, None, {}),
     ],
 )  # fmt: skip
-def test_where_it_is(folder: str, source: str | None, iteration: int | None, args: dict[str, object]) -> None:
+def test_where_it_is(folder, source, iteration, args):
     name, _, below = folder.partition("/")
     common = read(fixture_dir(name) / below)[1]
     assert (common.source, common.iteration) == (source, iteration)
@@ -51,7 +49,7 @@ def test_where_it_is(folder: str, source: str | None, iteration: int | None, arg
     assert bool(common.args) is (source is not None and "bridge" not in folder)
 
 
-def test_common_pt_wins_over_the_object(iteration: Path) -> None:
+def test_common_pt_wins_over_the_object(iteration):
     torch.save({"iteration": 9}, iteration / "common.pt")
     common = read(iteration)[1]
     assert (common.source, common.iteration, common.args) == ("common.pt", 9, {})
@@ -71,9 +69,7 @@ def test_common_pt_wins_over_the_object(iteration: Path) -> None:
         ),
     ],
 )
-def test_damage_is_named(
-    iteration: Path, file: str, content: object, error: type[Exception], message: str
-) -> None:
+def test_damage_is_named(iteration, file, content, error, message):
     if isinstance(content, str):
         (iteration / file).write_text(content)
     else:
@@ -91,13 +87,13 @@ def test_damage_is_named(
         ("v013_moe_ms_ep2/checkpoint", "fully_sharded_model_space"),
     ],
 )
-def test_layouts_agree_with_what_their_writer_declared(name: str, layout: str) -> None:
+def test_layouts_agree_with_what_their_writer_declared(name, layout):
     root, _, folder = name.partition("/")
     catalog, common = read(fixture_dir(root) / folder)
     assert optimizer_layout(catalog, common) == declared_layout(common) == layout
 
 
-def test_layout_that_nobody_declared() -> None:
+def test_layout_that_nobody_declared():
     catalog, _ = read(fixture_dir("v016_dense_nodistopt_tp2") / "checkpoint")
     assert optimizer_layout(catalog, CommonState({}, None)) == "non_distributed"
     assert declared_layout(CommonState({"optimizer": {0: {"param_state_sharding_type": "x"}}}, None)) == "x"

@@ -1,7 +1,5 @@
 """Which weights a job with `--fp8-param-gather` holds in FP8; `test_native_layouts.py` has a real job's buckets."""
 
-from __future__ import annotations
-
 import pytest
 
 from ckpt_tools.megatron.run_state.common_state import CommonState
@@ -22,7 +20,7 @@ NOT = [*(f"{LAYER}{name}" for name in ("self_attention.linear_qkv.layer_norm_wei
 @pytest.mark.parametrize(
     "change", [{}, {"fp8": None}, {"fp8_param_gather": False}, {"transformer_impl": "local"}]
 )
-def test_linear_layers_of_transformer_engine(name: str, change: dict[str, object]) -> None:
+def test_linear_layers_of_transformer_engine(name, change):
     assert is_held_in_fp8(name, CommonState({}, "common.pt", FP8 | change)) is (name in IN_FP8 and not change)
 
 
@@ -30,7 +28,7 @@ def test_linear_layers_of_transformer_engine(name: str, change: dict[str, object
     ("more", "expected"),
     [({}, [1, 2]), ({"num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 3}, [0])],
 )
-def test_layers_that_stay_in_bf16(more: dict[str, object], expected: list[int]) -> None:
+def test_layers_that_stay_in_bf16(more, expected):
     common = CommonState({}, "common.pt", FP8 | {"first_last_layers_bf16": True} | more)
     held = [i for i in range(4) if is_held_in_fp8(f"decoder.layers.{i}.mlp.linear_fc2.weight", common)]
     assert held == expected

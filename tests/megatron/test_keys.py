@@ -1,7 +1,5 @@
 """Every form of a key is taken apart in one place, and names one thing."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -65,7 +63,7 @@ FUNCTIONS = ("state_key", "bucket_key", "bucket_object", "object_shard", "rng_sh
 
 
 @pytest.mark.parametrize("key", FORMS)
-def test_every_form_is_of_one_kind(key: str) -> None:
+def test_every_form_is_of_one_kind(key):
     expected = FORMS[key]
     for name in (*FUNCTIONS, "parameter_of"):
         if not (EITHER & expected.keys() and name in EITHER - expected.keys()):
@@ -76,7 +74,7 @@ def test_every_form_is_of_one_kind(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["decoder.optimizer.weight", "chained_x.optimizer.state"])
-def test_keys_that_only_look_like_an_optimizers(key: str) -> None:
+def test_keys_that_only_look_like_an_optimizers(key):
     assert not keys.is_optimizer_key(key)
 
 
@@ -99,7 +97,7 @@ def test_keys_that_only_look_like_an_optimizers(key: str) -> None:
         ("rng_state.(0, 0).0.cuda_rng_state", "other"),
     ],
 )
-def test_the_role_of_a_tensor(key: str, role: str) -> None:
+def test_the_role_of_a_tensor(key, role):
     assert keys.role_of(key) == role
 
 
@@ -114,7 +112,7 @@ def test_the_role_of_a_tensor(key: str, role: str) -> None:
         ("layer_of", "decoder.layers.{}.x"),
     ],
 )  # fmt: skip
-def test_a_number_that_no_job_has_is_not_computed_with(function: str, form: str, digits: int) -> None:
+def test_a_number_that_no_job_has_is_not_computed_with(function, form, digits):
     assert getattr(keys, function)(form.format("1" * 9)) is not None
     assert getattr(keys, function)(form.format("1" * digits)) is None
     assert keys.object_shard(f"a/shard_0_{'1' * 5000}") is None
@@ -122,20 +120,20 @@ def test_a_number_that_no_job_has_is_not_computed_with(function: str, form: str,
 
 
 @given(st.lists(st.integers(0, 10**18 - 1), min_size=1), st.lists(st.integers(0, 9), min_size=1))
-def test_shard_keys_go_both_ways(place: list[int], grid: list[int]) -> None:
+def test_shard_keys_go_both_ways(place, grid):
     key = keys.shard_key("a/shard_0.b", place, grid)
     assert keys.object_shard(key) == ("a/shard_0.b", tuple(place), tuple(grid))
 
 
 @given(st.integers(0, 10**9 - 1), st.booleans(), st.sampled_from(["linear_fc1.weight", "linear_fc2.bias"]))
-def test_expert_names_go_both_ways(expert: int, grouped: bool, leaf: str) -> None:
+def test_expert_names_go_both_ways(expert, grouped, leaf):
     name = f"decoder.layers.3.mlp.experts.experts.{leaf}"
     assert keys.split_expert(keys.expert_name(name, expert, grouped)) == (name, expert)
     assert keys.split_expert(name) == (name, None)
 
 
 @pytest.mark.parametrize("leaf", ["weight", "weight7", "bias"])
-def test_halves(leaf: str) -> None:
+def test_halves(leaf):
     name = f"decoder.layers.0.mlp.linear_fc1.{leaf}"
     assert keys.split_half(name) == (name, "")
     for half in keys.HALVES:
@@ -144,7 +142,7 @@ def test_halves(leaf: str) -> None:
     assert keys.split_expert_half("a.linear_fc1.weight_w7") == ("a.linear_fc1.weight7", "_w")
 
 
-def test_layers_and_experts_of_stored_names() -> None:
+def test_layers_and_experts_of_stored_names():
     stacked = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
     assert keys.stacked_axes(stacked) == 2
     assert keys.layer_of(stacked) is None
@@ -164,7 +162,7 @@ def test_layers_and_experts_of_stored_names() -> None:
         ("rng_state/shard_0.1_x", False),  # of no grid
     ],
 )
-def test_objects_that_are_accounted_for(key: str, is_known: bool) -> None:
+def test_objects_that_are_accounted_for(key, is_known):
     objects = SortedKeys((), (), (key,))
     if is_known:
         assert dropped_objects(objects, frozenset(), unknown_keys=False) == []
@@ -178,7 +176,7 @@ SPELLED = re.compile(
 )
 
 
-def test_no_other_module_spells_a_key_as_a_pattern() -> None:
+def test_no_other_module_spells_a_key_as_a_pattern():
     found = {
         str(path.relative_to(REPO / "ckpt_tools"))
         for path in (REPO / "ckpt_tools").rglob("*.py")
@@ -192,7 +190,7 @@ def test_no_other_module_spells_a_key_as_a_pattern() -> None:
     }
 
 
-def test_a_key_that_no_layout_has_is_not_taken_for_a_state_of_a_bucket() -> None:
+def test_a_key_that_no_layout_has_is_not_taken_for_a_state_of_a_bucket():
     strange = f"{DIST}.gbuf_idx_1.dtype_(bfloat16).bucket_idx_2.exp_avg"
     stored = {key: TensorEntry(key, "float32", (64,), ()) for key in (f"{BUCKET}.exp_avg", strange)}
     about = {f"{DIST}.optimizer/shard_0_1": ObjectEntry(f"{DIST}.optimizer/shard_0_1", Item("x", 0, 1))}
@@ -203,7 +201,7 @@ def test_a_key_that_no_layout_has_is_not_taken_for_a_state_of_a_bucket() -> None
 
 
 @pytest.mark.parametrize("leaf", ["router.expert_bias", "router.local_tokens_per_expert", "router.weight"])
-def test_buffers_keep_their_type_whatever_the_model_is_cast_to(leaf: str) -> None:
+def test_buffers_keep_their_type_whatever_the_model_is_cast_to(leaf):
     """A loader makes them in fp32; of two lists of buffers one did not have the tokens of an expert."""
     name = f"decoder.layers.0.mlp.{leaf}"
     stored = Parameter(name, (4,), "float32", {"weight": Value("float32", (4,), (Source(name),))})
@@ -213,7 +211,7 @@ def test_buffers_keep_their_type_whatever_the_model_is_cast_to(leaf: str) -> Non
     assert leaf.endswith(keys.BUFFERS) is (leaf != "router.weight")
 
 
-def test_who_reads_keys_alone_pays_for_no_numbers() -> None:
+def test_who_reads_keys_alone_pays_for_no_numbers():
     """`inspect` is asked for often, and numpy costs it a third of its time."""
     program = "import sys, ckpt_tools.commands.look.inspect; sys.exit('numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

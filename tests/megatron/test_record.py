@@ -1,7 +1,5 @@
 """What a conversion recorded beside its tensors, and for which job a checkpoint is."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

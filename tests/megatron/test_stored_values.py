@@ -1,10 +1,5 @@
 """The kinds of values that stored settings have: anything else is refused by name."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from ckpt_tools.errors import CorruptCheckpointError
@@ -41,7 +36,7 @@ NAN = float("nan")
         ("transformer", [{"swiglu": "yes"}]),
     ],
 )
-def test_a_value_of_another_kind_is_refused_by_name(name: str, values: list[Any]) -> None:
+def test_a_value_of_another_kind_is_refused_by_name(name, values):
     for value in values:
         with pytest.raises(CorruptCheckpointError, match=rf"^args\.{name}.* belongs there"):
             check_settings({name: value}, "args")
@@ -59,11 +54,11 @@ def test_a_value_of_another_kind_is_refused_by_name(name: str, values: list[Any]
         {"a_setting_of_somebody": NUMPY_FALSE},
     ],
 )
-def test_what_megatron_stores_is_taken(settings: dict[str, Any]) -> None:
+def test_what_megatron_stores_is_taken(settings):
     check_settings(settings, "args")
 
 
-def test_every_switch_that_decides_an_export_is_a_flag() -> None:
+def test_every_switch_that_decides_an_export_is_a_flag():
     kinds: dict[str, set[str]] = {}
     for version in VERSIONS:
         for name, flags in flags_named(version).items():
@@ -74,6 +69,6 @@ def test_every_switch_that_decides_an_export_is_a_flag() -> None:
 
 
 @pytest.mark.parametrize("folder", all_checkpoints().values(), ids=all_checkpoints())
-def test_every_real_checkpoint_has_values_of_these_kinds(folder: Path) -> None:
+def test_every_real_checkpoint_has_values_of_these_kinds(folder):
     for metadata in folder.rglob(".metadata"):
         read(metadata.parent)

@@ -1,7 +1,5 @@
 """Boxes against sets of indices."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

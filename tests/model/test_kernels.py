@@ -1,7 +1,5 @@
 """Kernels against torch on whole tensors, and against themselves on any tiling."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

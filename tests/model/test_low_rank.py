@@ -1,7 +1,5 @@
 """Low-rank sums against torch in double, on whole tensors and on any tiling."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

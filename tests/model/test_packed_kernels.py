@@ -1,7 +1,5 @@
 """4-bit kernels against torch on whole tensors, on any tiling; and kernels whose axes are split."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Views against numpy: what a view shows of the chunks of an `arange` is what numpy's own indexing gives."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

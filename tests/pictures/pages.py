@@ -5,8 +5,6 @@ python -m tests.pictures.pages
 Look at each afterwards: nothing but an eye sees what is wrong with a page.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,10 +1,7 @@
 """Stores that are not there: told of in seconds, with exit code 7."""
 
-from __future__ import annotations
-
 import socket
 import time
-from pathlib import Path
 
 import pytest
 
@@ -18,9 +15,7 @@ from tests.remote.s3 import s3_environment
 pytest.importorskip("botocore", reason="botocore is not installed")
 
 
-def test_a_store_that_refuses_connections_is_told_of_at_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_store_that_refuses_connections_is_told_of_at_once(monkeypatch, capsys, tmp_path):
     port = free_port()
     for name, value in s3_environment(f"http://127.0.0.1:{port}").items():
         monkeypatch.setenv(name, value)
@@ -32,9 +27,7 @@ def test_a_store_that_refuses_connections_is_told_of_at_once(
     assert "Connection refused" in shown
 
 
-def test_a_store_that_swallows_connections_is_told_of_in_seconds(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_that_swallows_connections_is_told_of_in_seconds(monkeypatch, capsys):
     """A full backlog: the kernel answers no further SYN, as where a firewall drops them."""
     monkeypatch.setattr(store_module, "CONNECT_SECONDS", 0.5)
     with socket.socket() as hole:
@@ -55,7 +48,7 @@ def test_a_store_that_swallows_connections_is_told_of_in_seconds(
     assert f"nothing answers at 127.0.0.1 port {port} (timed out)" in capsys.readouterr().err
 
 
-def test_a_store_that_accepts_and_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_accepts_and_never_answers(monkeypatch):
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen(16)
@@ -70,9 +63,7 @@ def test_a_store_that_accepts_and_never_answers(monkeypatch: pytest.MonkeyPatch)
         assert time.monotonic() - begin < 5
 
 
-def test_a_name_that_is_not_known(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_name_that_is_not_known(monkeypatch, capsys):
     for name, value in s3_environment("http://nowhere.invalid").items():
         monkeypatch.setenv(name, value)
     assert run(["inspect", "s3://bucket/run"]) == 7
@@ -82,9 +73,7 @@ def test_a_name_that_is_not_known(
 @pytest.mark.parametrize(
     "address", ["http://127.0.0.1:99999", "http://127.0.0.1:port", "http://[::1", "http://[bad]"]
 )
-def test_an_address_that_none_can_be(
-    address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_address_that_none_can_be(address, monkeypatch, capsys):
     for name, value in s3_environment(address).items():
         monkeypatch.setenv(name, value)
     assert run(["inspect", "s3://bucket/run"]) == 7

@@ -1,7 +1,5 @@
 """Parts of one file on their way at once: in order in the file, few at a time, and nothing left of one that fails."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 
@@ -38,7 +36,7 @@ class Answers:
         return [given for name, given in self.asked if name == method]
 
 
-def test_parts_are_of_one_size_and_in_order() -> None:
+def test_parts_are_of_one_size_and_in_order():
     store, content = Answers(at_once=True), bytes(range(250))
     file = Multipart(store.ask, 16)
     for start, stop in ((0, 5), (5, 5), (5, 90), (90, 250)):
@@ -52,7 +50,7 @@ def test_parts_are_of_one_size_and_in_order() -> None:
     ]
 
 
-def test_several_parts_are_on_their_way_but_not_more() -> None:
+def test_several_parts_are_on_their_way_but_not_more():
     store = Answers()
     file = Multipart(store.ask, 4)
     file.write(bytes(4 * IN_FLIGHT))  # waits for nobody
@@ -69,7 +67,7 @@ def test_several_parts_are_on_their_way_but_not_more() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 3])
-def test_a_small_file_is_one_request(length: int) -> None:
+def test_a_small_file_is_one_request(length):
     store, before = Answers(), threading.active_count()
     file = Multipart(store.ask, 4)
     file.write(b"abc"[:length])
@@ -79,7 +77,7 @@ def test_a_small_file_is_one_request(length: int) -> None:
     assert threading.active_count() == before
 
 
-def test_a_part_that_fails_is_told_and_nothing_is_completed() -> None:
+def test_a_part_that_fails_is_told_and_nothing_is_completed():
     store = Answers(at_once=True, fails=2)
     file = Multipart(store.ask, 4)
     file.write(bytes(14))
@@ -91,7 +89,7 @@ def test_a_part_that_fails_is_told_and_nothing_is_completed() -> None:
 
 
 @pytest.mark.parametrize("is_given_up", [False, True])
-def test_no_thread_outlives_its_file(is_given_up: bool) -> None:
+def test_no_thread_outlives_its_file(is_given_up):
     """A process can fork then, and what is given up is not on its way any more."""
     store, before = Answers(), threading.active_count()
     file = Multipart(store.ask, 4)

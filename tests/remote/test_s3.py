@@ -1,11 +1,8 @@
 """Reading from a real S3 server through a proxy that injects faults."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -25,7 +22,6 @@ from tests.remote.s3 import (
     NONE,
     RESET,
     SLOW,
-    FaultProxy,
     Objects,
     s3_server,
 )
@@ -49,14 +45,14 @@ def server() -> Iterator[tuple[str, int]]:
         yield address
 
 
-def test_a_checkpoint_in_s3_has_the_catalog_of_the_local_one(proxy: FaultProxy) -> None:
+def test_a_checkpoint_in_s3_has_the_catalog_of_the_local_one(proxy):
     local = read_catalog(LocalFiles(str(fixture_dir(NAME) / "iter_0000002")))
     far = read_catalog(open_files("s3://runs/llama/iter_0000002"))
     assert (far.tensors, far.objects) == (local.tensors, local.objects)
     assert len(proxy.requests) == 2, "one listing, one range"
 
 
-def test_folders_and_sizes(proxy: FaultProxy) -> None:
+def test_folders_and_sizes(proxy):
     files = open_files("s3://runs/llama/")
     assert files.list() == sorted(entry.name for entry in fixture_dir(NAME).iterdir())
     assert files.exists("iter_0000002/.metadata")
@@ -68,7 +64,7 @@ def test_folders_and_sizes(proxy: FaultProxy) -> None:
         open_files("s3://no-bucket/x").list()
 
 
-def test_faults_do_not_change_a_byte(proxy: FaultProxy) -> None:
+def test_faults_do_not_change_a_byte(proxy):
     draw = random.Random(1)
     proxy.choose = lambda number, method, path: draw.choice([NONE, NONE, NONE, RESET, BUSY])
     files = RemoteFiles("s3://runs/large", Retry(attempts=20, pause=0.01))
@@ -79,7 +75,7 @@ def test_faults_do_not_change_a_byte(proxy: FaultProxy) -> None:
     assert proxy.done[BUSY] > 0
 
 
-def test_a_trickling_answer_is_abandoned_and_asked_again(proxy: FaultProxy) -> None:
+def test_a_trickling_answer_is_abandoned_and_asked_again(proxy):
     proxy.choose = lambda number, method, path: SLOW if number == 2 else NONE
     files = RemoteFiles("s3://runs/large", Retry(patience=1, min_rate=4 * MIB, pause=0.01))
     files.list()
@@ -89,7 +85,7 @@ def test_a_trickling_answer_is_abandoned_and_asked_again(proxy: FaultProxy) -> N
     assert proxy.done[SLOW] == 1
 
 
-def test_a_store_that_stays_down_is_reported(proxy: FaultProxy) -> None:
+def test_a_store_that_stays_down_is_reported(proxy):
     files = RemoteFiles("s3://runs/large", Retry(attempts=2, pause=0.01, patience=1))
     files.list()
     proxy.choose = lambda number, method, path: BUSY
@@ -99,9 +95,7 @@ def test_a_store_that_stays_down_is_reported(proxy: FaultProxy) -> None:
         files.read("data", 0, 10)
 
 
-def test_a_conversion_from_s3_to_s3_survives_faults_bit_for_bit(
-    proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversion_from_s3_to_s3_survives_faults_bit_for_bit(proxy, tmp_path, monkeypatch):
     """Reads, multipart uploads and their completion, each answer lost, refused or cut at random."""
     case = make_case(tmp_path / "source", scale=64)  # files of 12 MiB: three parts each
     objects = Objects(proxy.url)
@@ -124,7 +118,7 @@ def test_a_conversion_from_s3_to_s3_survives_faults_bit_for_bit(
     assert far == {path.name: path.read_bytes() for path in (tmp_path / "local").iterdir()}
 
 
-def test_a_copy_to_s3_and_back_survives_faults_bit_for_bit(proxy: FaultProxy, tmp_path: Path) -> None:
+def test_a_copy_to_s3_and_back_survives_faults_bit_for_bit(proxy, tmp_path):
     proxy.choose = lambda number, method, path: BUSY if number % 9 == 5 else NONE
     copy_checkpoint(fixture_dir(NAME), "s3://runs/copied")
     assert proxy.done[BUSY] > 0
@@ -133,6 +127,6 @@ def test_a_copy_to_s3_and_back_survives_faults_bit_for_bit(proxy: FaultProxy, tm
         assert (tmp_path / "back" / "iter_0000002" / path.name).read_bytes() == path.read_bytes()
 
 
-def test_a_bucket_that_is_not_there_is_named(proxy: FaultProxy) -> None:
+def test_a_bucket_that_is_not_there_is_named(proxy):
     with pytest.raises(StorageError, match=r"s3://no-bucket/x/\S+: .*bucket.* Make the bucket first"):
         copy_checkpoint(fixture_dir(NAME), "s3://no-bucket/x")

@@ -1,7 +1,5 @@
 """Multipart uploads that nobody completes, on a real server: whoever stops or is killed, none is left."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -59,9 +57,7 @@ def _parts(proxy: FaultProxy) -> int:
     return sum(method == "PUT" and "partNumber" in path for method, path, _ in proxy.requests)
 
 
-def test_a_failing_source_leaves_no_upload(
-    proxy: FaultProxy, large: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_source_leaves_no_upload(proxy, large, monkeypatch):
     original = remote_output._content
 
     def content(entries: Any, stretch: Stretch, pump: Any) -> Iterator[Any]:
@@ -84,9 +80,7 @@ def test_a_failing_source_leaves_no_upload(
     assert _uploads(proxy) == []
 
 
-def test_a_run_that_loses_in_the_middle_of_a_file_does_not_complete_it(
-    proxy: FaultProxy, large: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_loses_in_the_middle_of_a_file_does_not_complete_it(proxy, large, monkeypatch):
     original, store = remote_output._content, Store("s3://box/taken")
 
     def content(entries: Any, stretch: Stretch, pump: Any) -> Iterator[Any]:
@@ -100,7 +94,7 @@ def test_a_run_that_loses_in_the_middle_of_a_file_does_not_complete_it(
     assert sorted(store.sizes()) == [MARKER]
 
 
-def test_ctrl_c_leaves_no_upload(proxy: FaultProxy, large: Case) -> None:
+def test_ctrl_c_leaves_no_upload(proxy, large):
     def interrupt(done: int, _total: int) -> None:
         if _parts(proxy) and not sent:
             sent.append(done)
@@ -135,9 +129,7 @@ write_checkpoint(case.plan(2), case.files, Output(sys.argv[2]))
 
 
 @pytest.mark.parametrize("how", ["resume", "overwrite"])
-def test_uploads_of_a_killed_process_end_when_the_next_one_comes(
-    proxy: FaultProxy, large: Case, how: str
-) -> None:
+def test_uploads_of_a_killed_process_end_when_the_next_one_comes(proxy, large, how):
     url = f"s3://box/killed-{how}"
     reached = threading.Event()
 
@@ -201,7 +193,7 @@ except CkptError as error:
 """
 
 
-def test_uploads_of_a_killed_rank_end_with_the_run(proxy: FaultProxy, large: Case) -> None:
+def test_uploads_of_a_killed_rank_end_with_the_run(proxy, large):
     url, port = "s3://box/ranks", str(free_port())
     processes = [
         subprocess.Popen(
@@ -230,9 +222,7 @@ def test_uploads_of_a_killed_rank_end_with_the_run(proxy: FaultProxy, large: Cas
 
 
 @pytest.mark.parametrize("most", [1 << 30, 5 << 20])
-def test_the_store_copies_what_replaces_a_checkpoint(
-    proxy: FaultProxy, large: Case, monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
+def test_the_store_copies_what_replaces_a_checkpoint(proxy, large, monkeypatch, most):
     """In one request a file, or in parts where it is too long for one."""
     monkeypatch.setattr(s3, "_COPY_BYTES", most)
     objects = Objects(proxy.url)
@@ -248,7 +238,7 @@ def test_the_store_copies_what_replaces_a_checkpoint(
     assert _uploads(proxy) == []
 
 
-def test_a_bucket_is_never_replaced(proxy: FaultProxy, large: Case) -> None:
+def test_a_bucket_is_never_replaced(proxy, large):
     Store("s3://box").put(".metadata", b"precious")
     before = Objects(proxy.url).below("box")
     with pytest.raises(UsageError, match="s3://box is not replaced: it is a whole bucket"):
@@ -257,9 +247,7 @@ def test_a_bucket_is_never_replaced(proxy: FaultProxy, large: Case) -> None:
 
 
 @pytest.mark.parametrize("stop", [2, 4])
-def test_equal_lengths_are_not_enough_to_go_on(
-    proxy: FaultProxy, large: Case, monkeypatch: pytest.MonkeyPatch, stop: int
-) -> None:
+def test_equal_lengths_are_not_enough_to_go_on(proxy, large, monkeypatch, stop):
     """Files are uploaded in stretches; one that was replaced by another of its length is uploaded again."""
     out = Output(f"s3://box/length{stop}/out", {"tracker": b"7"}, {"extra": b"a"})
     writes = count()

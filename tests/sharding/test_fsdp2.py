@@ -1,7 +1,5 @@
 """FSDP2 boxes equal torch's own: `compute_local_shape_and_global_offset` on thousands of random tensors."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -35,7 +33,7 @@ def torch_box(p: Parameter, topology: Topology, rank: int) -> Box:
     return Box(tuple(start), tuple(size))
 
 
-def test_thousands_of_random_tensors_are_cut_as_torch_cuts_them() -> None:
+def test_thousands_of_random_tensors_are_cut_as_torch_cuts_them():
     rng = random.Random(7)
     compared = empty = 0
     for _ in range(700):
@@ -60,7 +58,7 @@ def test_thousands_of_random_tensors_are_cut_as_torch_cuts_them() -> None:
     assert compared > 5000 and empty > 500
 
 
-def test_chunks_are_those_of_torch_chunk() -> None:
+def test_chunks_are_those_of_torch_chunk():
     import torch
 
     assert [chunk_rows(9, 8, i) for i in range(8)] == [

@@ -1,7 +1,5 @@
 """Every recorded output of the real packages is reproduced."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -95,11 +93,11 @@ def compare(family: str, found: list[Any]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("family", COMPARED)
-def test_every_vector_is_reproduced(family: str) -> None:
+def test_every_vector_is_reproduced(family):
     assert compare(family, records(family)) == COMPARED[family]
 
 
-def test_every_layout_can_be_read_as_every_other() -> None:
+def test_every_layout_can_be_read_as_every_other():
     """The recorded 9 x 9 matrix of real save and load: what one layout writes covers what another one asks for."""
     matrix = json.loads((_vectors() / "reshard_matrix.json").read_bytes())
     model = next(r for r in records("e2e") if r["id"] == "v1_gpttp_dp2_tp2_no_shard")["input"]["model"]
@@ -131,7 +129,7 @@ def _of_matrix(parameters: list[Parameter], layout: Any) -> Placement:
     return Placement(parameters, topology, names[layout["kind"]])
 
 
-def test_a_difference_is_seen() -> None:
+def test_a_difference_is_seen():
     """The replay itself: one changed number in a record makes it fail."""
     record = records("v1_index")[0]
     record["outputs"][0]["items"][-1][0] += 1

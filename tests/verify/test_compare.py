@@ -1,7 +1,5 @@
 """The tolerance arithmetic against numpy's and Python's own answers, by hypothesis over raw bits."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from typing import Any

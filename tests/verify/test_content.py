@@ -1,7 +1,5 @@
 """The census of every element type against torch; checksums that are absent, and storages that hold more."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import math

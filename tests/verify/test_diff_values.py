@@ -1,7 +1,5 @@
 """`diff` of objects as torch stores them: neither a wrong "equal" nor a wrong "different"."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import struct

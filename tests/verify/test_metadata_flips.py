@@ -1,7 +1,5 @@
 """`.metadata` with single bits flipped, judged by stock torch: what it cannot load is never called valid."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import random

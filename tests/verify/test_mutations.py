@@ -1,7 +1,5 @@
 """Every kind of damage is found, and named: which check says it, and where."""
 
-from __future__ import annotations
-
 import math
 import os
 import random

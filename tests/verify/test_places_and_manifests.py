@@ -1,7 +1,5 @@
 """What stands beside the tensors: shards of objects, `metadata.json`, `integrity.json`, newer iterations."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """A quick look never decides more than a long one: reports are the same without it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -66,9 +64,7 @@ def _no_look(*_: object) -> list[object]:
     "tolerance", [Tolerance(), Tolerance(nan="different"), Tolerance(rtol=1e-2, nan="equal")]
 )
 @pytest.mark.parametrize("seed", range(2))
-def test_diff_says_the_same_without_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuts: tuple[str, str], tolerance: Tolerance, seed: int
-) -> None:
+def test_diff_says_the_same_without_it(tmp_path, monkeypatch, cuts, tolerance, seed):
     values = _values(seed)
     a = _write(tmp_path / "a", cuts[0], values)
     b = _write(tmp_path / "b", cuts[1], _altered(values, seed) if seed else values)
@@ -81,9 +77,7 @@ def test_diff_says_the_same_without_it(
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("seed", range(4))
-def test_masters_are_judged_the_same_without_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: str, seed: int
-) -> None:
+def test_masters_are_judged_the_same_without_it(tmp_path, monkeypatch, cut, seed):
     values = _values(seed)
     weights = float32_to_bfloat16(_altered(values, seed) if seed % 2 else values)
     folder = _write(tmp_path / "a", cut, values, weights)

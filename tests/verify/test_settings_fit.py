@@ -1,7 +1,5 @@
 """Stored settings and counters that contradict what stands beside them are found; those of sound checkpoints not."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import struct

@@ -1,7 +1,5 @@
 """What an optimizer must hold is told by the optimizer; a group map is held against the groups themselves."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """The checkpoints of `fully_shard` in `tests/data/packed`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

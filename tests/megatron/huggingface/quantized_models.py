@@ -1,7 +1,5 @@
 """Tiny quantized models of random codes and scales, and what torch on whole tensors makes of them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

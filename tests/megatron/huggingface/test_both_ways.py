@@ -1,7 +1,5 @@
 """Every family by its rules alone: released configurations and tiny models both ways, and what is refused by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -43,7 +41,7 @@ def there_and_back(config: dict[str, Any], with_reference: bool) -> tuple[Import
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_a_release_is_taken_whole(name: str) -> None:
+def test_a_release_is_taken_whole(name):
     """No field is unknown or refused; names, bits and every field come back."""
     config = RELEASED[name]
     found, made = there_and_back(config, True)
@@ -88,7 +86,7 @@ PADDED = ("smollm3", "phi3", "glm", "youtu")  # whose class has a default beyond
 
 
 @pytest.mark.parametrize("variant", CONFIGS)
-def test_a_tiny_model_goes_both_ways(variant: str) -> None:
+def test_a_tiny_model_goes_both_ways(variant):
     """Without a config.json, unless its parameters and arguments are those of another family too."""
     config = {key: value for key, value in config_of(variant).items() if key != "pad_token_id"}
     is_open = "linear" in str(config.get("rope_scaling"))  # Megatron-LM ignored the argument in many versions
@@ -211,7 +209,7 @@ NOT_IMPORTED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "changes", "text"), NOT_IMPORTED)
-def test_what_megatron_does_not_compute_is_refused(name: str, changes: dict[str, Any], text: str) -> None:
+def test_what_megatron_does_not_compute_is_refused(name, changes, text):
     config = {key: value for key, value in {**TEXTS[name], **changes}.items() if value is not ...}
     assert text in problems(lambda: imported(config, directory(TEXTS[name])))
 
@@ -275,9 +273,7 @@ NOT_EXPORTED: list[tuple[str, dict[str, Any], bool, str]] = [
 
 
 @pytest.mark.parametrize(("name", "args", "with_reference", "text"), NOT_EXPORTED)
-def test_what_config_json_cannot_say_is_refused(
-    name: str, args: dict[str, Any], with_reference: bool, text: str
-) -> None:
+def test_what_config_json_cannot_say_is_refused(name, args, with_reference, text):
     config = TEXTS[name]
     found, megatron = imported(config, directory(config))
     reference = config if with_reference else None
@@ -285,6 +281,6 @@ def test_what_config_json_cannot_say_is_refused(
 
 
 @pytest.mark.parametrize("kind", without_modules())
-def test_what_megatron_core_has_no_modules_for(kind: str) -> None:
+def test_what_megatron_core_has_no_modules_for(kind):
     text = problems(lambda: family_of_config({"model_type": kind}))
     assert f"{kind!r}, which Megatron core has no modules for: {without_modules()[kind]}" in text

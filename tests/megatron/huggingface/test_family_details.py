@@ -1,7 +1,5 @@
 """What single families do: where rows lie, prediction layers, indexers, windows, settings in Bridge's words."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -41,7 +39,7 @@ def same(ours: Any, theirs: Any) -> bool:
 # By hand, as transformers splits them: a mistake of both directions would come back bit for bit.
 
 
-def test_where_the_parts_of_a_projection_lie() -> None:
+def test_where_the_parts_of_a_projection_lie():
     tensors = directory(HYBRIDS["qwen3_5"])
     net, parts = "model.layers.0.linear_attn.", imported(HYBRIDS["qwen3_5"], tensors)[1]
     for part, where in {"query": slice(0, 6), "key": slice(6, 12), "value": slice(12, 32)}.items():
@@ -61,7 +59,7 @@ def test_where_the_parts_of_a_projection_lie() -> None:
             assert same(found, tensors[f"{mixer}conv1d.{kind}"][start:stop])
 
 
-def test_rows_of_fused_projections() -> None:
+def test_rows_of_fused_projections():
     """Queries of all groups, then keys, then values; gate and up as Megatron has them."""
     config = POPULAR["phi-4"]
     tensors = directory(config)
@@ -81,7 +79,7 @@ def test_rows_of_fused_projections() -> None:
     [(POPULAR["ERNIE-4.5-0.3B-PT"] | {"head_dim": 4}, [0, 2, 1, 3]),
      (config_of("glm") | {"head_dim": 8}, [0, 2, 1, 3, 4, 5, 6, 7])],
 )  # fmt: skip
-def test_rotary_pairs_that_are_neighbours(config: dict[str, Any], turned: list[int]) -> None:
+def test_rotary_pairs_that_are_neighbours(config, turned):
     """Megatron has them half of the rotated rows apart, the rest of a head alike; not with rotary_interleaved."""
     tensors, dim = directory(config), len(turned)
     found, megatron = imported(config, tensors)
@@ -96,7 +94,7 @@ def test_rotary_pairs_that_are_neighbours(config: dict[str, Any], turned: list[i
     assert same(again["model.layers.1.self_attn.q_proj.weight"][:dim], ours[:dim])
 
 
-def test_rows_that_are_grouped_on_both_sides() -> None:
+def test_rows_that_are_grouped_on_both_sides():
     """A fused projection is Megatron's own, unless that has rotary pairs in neighbouring rows."""
     tensors = directory(NEOX)
     found, megatron = imported(NEOX, tensors)
@@ -107,7 +105,7 @@ def test_rows_that_are_grouped_on_both_sides() -> None:
     assert same(turned[theirs][:12], ours[pairs]) and same(turned[theirs][36:], ours[36:][pairs])
 
 
-def test_mimo_joins_the_inputs_of_a_prediction_layer_the_other_way_round() -> None:
+def test_mimo_joins_the_inputs_of_a_prediction_layer_the_other_way_round():
     """Bridge exchanges the halves of `input_proj` (mimo_bridge.py); its layers lie beside the model's."""
     config = DENSE["MiMo-7B-Base"]
     tensors = directory(config)
@@ -118,13 +116,13 @@ def test_mimo_joins_the_inputs_of_a_prediction_layer_the_other_way_round() -> No
     assert same(inner[20:], tensors["model.mtp_layers.0.mlp.up_proj.weight"])
 
 
-def test_norms_over_heads_are_as_wide_as_all() -> None:
+def test_norms_over_heads_are_as_wide_as_all():
     megatron = imported(SPARSE["MiniMax-M2"], directory(SPARSE["MiniMax-M2"]))[1]
     assert megatron["decoder.layers.0.self_attention.q_layernorm.weight"].shape == (16,)
     assert megatron["decoder.layers.0.self_attention.k_layernorm.weight"].shape == (8,)
 
 
-def test_norms_of_nemotron_are_centred_at_zero() -> None:
+def test_norms_of_nemotron_are_centred_at_zero():
     """Weights are stored as weight - 1, and so Megatron stores them; biases are not."""
     config = config_of("nemotron")
     found, megatron = imported(config, directory(config))
@@ -138,7 +136,7 @@ def test_norms_of_nemotron_are_centred_at_zero() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "nemotron_3", "qwen3_moe"])
-def test_experts_of_one_tensor_are_read(name: str) -> None:
+def test_experts_of_one_tensor_are_read(name):
     """As transformers 5 holds them, and as Qwen3.5 is published; those of a prediction layer too."""
     config = HYBRIDS[name] if name in HYBRIDS else config_of(name)
     tensors = directory(config)
@@ -158,7 +156,7 @@ def test_experts_of_one_tensor_are_read(name: str) -> None:
     assert_same(again, megatron)
 
 
-def test_parts_of_one_tensor_have_one_type() -> None:
+def test_parts_of_one_tensor_have_one_type():
     found, megatron = imported(NEXT, directory(NEXT))
     parameters = specs(megatron)
     parameters[IN_PROJ + "z"] = parameters[IN_PROJ + "z"]._replace(dtype="bfloat16")
@@ -197,14 +195,14 @@ def as_bridge(args: dict[str, Any], function: str, **more: Any) -> dict[str, Any
           "d_conv": 4, "chunk_size": 128, "A_init_range": [1, 16], "dt_min": 0.001}),
     ],
 )  # fmt: skip
-def test_bridges_settings_are_read(config: dict[str, Any], function: str, more: dict[str, Any]) -> None:
+def test_bridges_settings_are_read(config, function, more):
     found, megatron = imported(config, directory(config))
     made = export_targets(specs(megatron), as_bridge(dict(found.args), function, **more))
     assert made.config == export_targets(specs(megatron), found.args).config
     assert not [note for note in made.notes if "not known" in note]
 
 
-def test_bridge_says_the_windows_again() -> None:
+def test_bridge_says_the_windows_again():
     """Its K-EXAONE has them layer by layer too: the same is taken, another pattern is refused."""
     config = SPARSE["K-EXAONE"]
     found, megatron = imported(config, directory(config))
@@ -218,7 +216,7 @@ def test_bridge_says_the_windows_again() -> None:
         assert f"{name} is " in problems(lambda args=args: export_targets(specs(megatron), args, config))
 
 
-def test_settings_of_falcon_h1() -> None:
+def test_settings_of_falcon_h1():
     found, megatron = imported(FALCON, directory(FALCON))
     assert found.args["key_multiplier"] == FALCON["key_multiplier"]
     less = {name: value for name, value in found.args.items() if name != "ssm_multipliers"}
@@ -231,7 +229,7 @@ def test_settings_of_falcon_h1() -> None:
 # Prediction layers.
 
 
-def test_prediction_layers_are_those_there_are() -> None:
+def test_prediction_layers_are_those_there_are():
     """config.json of Qwen3-Next does not say it; the layer has the names that NVIDIA's bridge gives it."""
     tensors = directory(NEXT, mtp_num_layers=1)
     assert {"mtp.fc.weight", "mtp.norm.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.layers.0.mlp.gate.weight",
@@ -250,7 +248,7 @@ def test_prediction_layers_are_those_there_are() -> None:
     assert "the last layer is a gated delta net, which makes Megatron's prediction layer one" in text
 
 
-def test_the_prediction_layer_of_k_exaone_is_dense() -> None:
+def test_the_prediction_layer_of_k_exaone_is_dense():
     """Without experts though the last layer has some; only Bridge builds it so."""
     config = SPARSE["K-EXAONE"]
     tensors = directory(config)
@@ -270,7 +268,7 @@ def test_the_prediction_layer_of_k_exaone_is_dense() -> None:
 
 
 @pytest.mark.parametrize("terms", [(1.0, 1.0), (0.7, 0.7), (None, None), (1.0, None), (None, 0), (0.7, 0.3)])
-def test_terms_of_yarn_that_all_read_alike(terms: tuple[float | None, float | None]) -> None:
+def test_terms_of_yarn_that_all_read_alike(terms):
     config = {**SPARSE["Moonlight"],
               "rope_scaling": {**LATENT_YARN, "mscale": terms[0], "mscale_all_dim": terms[1]}}  # fmt: skip
     args = imported(config, directory(config))[0].args
@@ -283,7 +281,7 @@ def test_terms_of_yarn_that_all_read_alike(terms: tuple[float | None, float | No
     [({"mscale": 1.0}, None), ({"mscale_all_dim": 1.0}, None), ({"mscale": 0.0, "mscale_all_dim": 1.0}, None),
      ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0), ({"mscale": 2.0, "mscale_all_dim": 0.5}, 1.194465)],
 )  # fmt: skip
-def test_terms_of_yarn_of_plain_attention(more: dict[str, float], factor: float | None) -> None:
+def test_terms_of_yarn_of_plain_attention(more, factor):
     """transformers makes a factor of both; one alone says nothing. Megatron-LM has no argument for another factor."""
     config = {**config_of("arcee"), "rope_scaling": {**YARN, **more}}
     (scaling,) = read_config(FAMILIES["arcee"], config).rope_scaling
@@ -297,7 +295,7 @@ def test_terms_of_yarn_of_plain_attention(more: dict[str, float], factor: float 
     ("name", "groups"),
     [("DeepSeek-V3.2", (8, 4)), ("Moonlight", (8, 4)), ("Ling-2.0", (8, 4)), ("GLM-5", (None, None))],
 )
-def test_groups_of_experts_where_none_are_told(name: str, groups: tuple[int | None, int | None]) -> None:
+def test_groups_of_experts_where_none_are_told(name, groups):
     """They are the class's own; one group is none, and one of eight is a choice."""
     config = {key: value for key, value in SPARSE[name].items() if key not in ("n_group", "topk_group")}
     tensors = directory(config)
@@ -311,7 +309,7 @@ def test_groups_of_experts_where_none_are_told(name: str, groups: tuple[int | No
     assert read(topk_group=1) == ((8, 1) if groups[0] else (None, None))
 
 
-def test_settings_of_experts_say_nothing_of_a_model_without_any() -> None:
+def test_settings_of_experts_say_nothing_of_a_model_without_any():
     """Every Megatron job has them in its args."""
     found, megatron = imported(NEMOTRON_H, directory(NEMOTRON_H))
     experts = {"moe_router_topk": 6, "moe_router_score_function": "softmax", "moe_ffn_hidden_size": 9}
@@ -320,7 +318,7 @@ def test_settings_of_experts_say_nothing_of_a_model_without_any() -> None:
         assert made.config["n_routed_experts"] == 8
 
 
-def test_a_model_without_a_shared_expert_is_no_glm() -> None:
+def test_a_model_without_a_shared_expert_is_no_glm():
     found, megatron = imported(POPULAR["GLM-4.6"], directory(POPULAR["GLM-4.6"]))
     rest = {name: array for name, array in megatron.items() if "shared_experts" not in name}
     text = problems(
@@ -329,7 +327,7 @@ def test_a_model_without_a_shared_expert_is_no_glm() -> None:
     assert "moe_shared_expert_intermediate_size is not set" in text
 
 
-def test_norms_of_sparse_attention_are_read_where_they_are_fused() -> None:
+def test_norms_of_sparse_attention_are_read_where_they_are_fused():
     config = SPARSE["DeepSeek-V3.2"]
     found, megatron = imported(config, directory(config))
     fused = {name.replace("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"): array
@@ -339,7 +337,7 @@ def test_norms_of_sparse_attention_are_read_where_they_are_fused() -> None:
     assert {one.key for one in made.tensors} == directory(config).keys()
 
 
-def test_only_some_layers_have_an_indexer() -> None:
+def test_only_some_layers_have_an_indexer():
     config = SPARSE["GLM-5.2"]
     tensors = directory(config)
     found, _ = imported(config, tensors)
@@ -352,7 +350,7 @@ def test_only_some_layers_have_an_indexer() -> None:
         assert imported(other, tensors)[0].args == found.args
 
 
-def test_a_pattern_of_indexers_and_its_numbers() -> None:
+def test_a_pattern_of_indexers_and_its_numbers():
     """`GlmMoeDsaConfig`'s formula, whose layers begin with 0 and whose offset is at least 1."""
     for freq in (1, 2, 3, 4):
         for offset in (0, 1, 2, 3, 5):
@@ -366,7 +364,7 @@ def test_a_pattern_of_indexers_and_its_numbers() -> None:
 # Windows, rotation and layers in turns.
 
 
-def test_the_rotated_part_is_read_wherever_it_stands() -> None:
+def test_the_rotated_part_is_read_wherever_it_stands():
     """transformers 5 keeps it with the base; the class rotates half of each head unless told, so 1 says something."""
     told = {key: value for key, value in POPULAR["GLM-4.6"].items() if key != "partial_rotary_factor"}
     tensors = directory(told)
@@ -377,7 +375,7 @@ def test_the_rotated_part_is_read_wherever_it_stands() -> None:
         assert imported({**told, "rope_parameters": rope}, tensors)[0].args["rotary_percent"] == part
 
 
-def test_layers_without_rotary_embedding() -> None:
+def test_layers_without_rotary_embedding():
     """config.json names the layers that rotate, Megatron those that do not; both have a short form."""
     told = {key: value for key, value in config_of("smollm3").items() if key != "no_rope_layers"}
     assert (
@@ -395,7 +393,7 @@ def test_layers_without_rotary_embedding() -> None:
         assert "no_rope_freq is" in problems(lambda w=wrong: read_model_args({**args, "no_rope_freq": w}))
 
 
-def test_a_window_on_some_layers_of_a_llama_is_a_ministral() -> None:
+def test_a_window_on_some_layers_of_a_llama_is_a_ministral():
     found, megatron = imported(LLAMA, directory(LLAMA))
     args = {**found.args, "window_size": (7, 0), "window_attn_skip_freq": 2}
     config = export_targets(specs(megatron), args).config
@@ -412,14 +410,14 @@ def test_a_window_on_some_layers_of_a_llama_is_a_ministral() -> None:
      (8, ["full_attention"] * 2, "ministral"), (8, ["full_attention", "sliding_attention"], "ministral"),
      (8, 5, "ministral")],
 )  # fmt: skip
-def test_a_mistral_whose_layers_differ_is_a_ministral(window: Any, kinds: Any, name: str) -> None:
+def test_a_mistral_whose_layers_differ_is_a_ministral(window, kinds, name):
     """As the AutoConfig of transformers 5 has it."""
     config = {**LLAMA, "model_type": "mistral", "sliding_window": window, "layer_types": kinds}
     assert family_of_config(config).name == name
 
 
 @pytest.mark.parametrize(("variant", "factor"), [("cwm_unscaled", 16.0), ("gpt_oss_unscaled", 32.0)])
-def test_no_scaling_is_said_where_null_is_one(variant: str, factor: float) -> None:
+def test_no_scaling_is_said_where_null_is_one(variant, factor):
     """transformers 5 scales by the class's own default where `rope_scaling` is null."""
     unscaled = config_of(variant)
     found, megatron = imported(unscaled, directory(unscaled))
@@ -433,7 +431,7 @@ def test_no_scaling_is_said_where_null_is_one(variant: str, factor: float) -> No
     assert imported(of_v5, directory(unscaled))[0].args["use_rope_scaling"] is False
 
 
-def test_a_model_of_attention_alone_keeps_the_sizes_of_its_class() -> None:
+def test_a_model_of_attention_alone_keeps_the_sizes_of_its_class():
     config = {**NEXT, "full_attention_interval": 1}
     found, megatron = imported(config, directory(config))
     assert "linear_attention_freq" not in found.args
@@ -445,7 +443,7 @@ def test_a_model_of_attention_alone_keeps_the_sizes_of_its_class() -> None:
 
 
 @pytest.mark.parametrize("variant", ["starcoder2", "nemotron", "glm", "stablelm", "persimmon"])
-def test_all_linears_of_a_layer_are_quantized_or_none(variant: str) -> None:
+def test_all_linears_of_a_layer_are_quantized_or_none(variant):
     config, family = config_of(variant), FAMILIES[variant]
     tensors = directory(config)
     found, megatron = imported(config, tensors)
@@ -460,7 +458,7 @@ def test_all_linears_of_a_layer_are_quantized_or_none(variant: str) -> None:
     assert quantized.settings["modules_to_not_convert"] == kept
 
 
-def test_the_indexer_is_quantized_as_the_release_is() -> None:
+def test_the_indexer_is_quantized_as_the_release_is():
     """Queries and keys of the indexer are codes; the linear that weighs its heads is not."""
     tensors = [key for key in directory(SPARSE["DeepSeek-V3.2"]) if ".0.self_attn." in key]
     assert {key.removeprefix("model.layers.0.self_attn.") for key in tensors if LINEAR.search(key)} == {
@@ -477,14 +475,14 @@ def test_the_indexer_is_quantized_as_the_release_is() -> None:
      (FALCON, "its layers come from Megatron-Bridge", True),
      (DENSE["EXAONE-4.0-32B"], "its layers come from Megatron-Bridge", True)],
 )  # fmt: skip
-def test_an_import_says_what_differs(config: dict[str, Any], note: str, is_said: bool) -> None:
+def test_an_import_says_what_differs(config, note, is_said):
     found, megatron = imported(config, directory(config))
     assert any(note in one for one in found.notes) == is_said
     if "come from" not in note:
         assert any(note in one for one in exported(megatron, found.args, config)[0].notes) == is_said
 
 
-def test_heads_of_a_model_that_does_not_attend() -> None:
+def test_heads_of_a_model_that_does_not_attend():
     """As many as divide by a tensor-parallel size; imports once had one."""
     found, megatron = imported(MAMBA2, directory(MAMBA2))
     assert found.args["num_attention_heads"] == MAMBA2["num_heads"] == 8

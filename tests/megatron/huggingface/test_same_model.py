@@ -1,9 +1,5 @@
 """Settings of two checkpoints: which differences make another model."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from ckpt_tools.megatron.huggingface.config.same_model import args_differences, config_differences
@@ -38,7 +34,7 @@ LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "rope_theta": 10000.0}
         ({"transformer": {"rotary_base": 1}}, {"transformer": {"rotary_base": 2}}, ["rotary_base"], []),
     ],
 )  # fmt: skip
-def test_args(one: dict[str, Any], other: dict[str, Any], of_model: list[str], noted: list[str]) -> None:
+def test_args(one, other, of_model, noted):
     found = list(args_differences(one, other))
     assert [d.name for d in found if d.is_model] == of_model
     assert [d.name for d in found if not d.is_model] == noted
@@ -61,7 +57,7 @@ def test_args(one: dict[str, Any], other: dict[str, Any], of_model: list[str], n
           "rope_theta": 2}}, ["text_config.rope_theta"], []),
     ],
 )  # fmt: skip
-def test_configs(one: dict[str, Any], other: dict[str, Any], of_model: list[str], noted: list[str]) -> None:
+def test_configs(one, other, of_model, noted):
     found = list(config_differences({**LLAMA, **one}, {**LLAMA, **other}))
     assert [d.name for d in found if d.is_model] == of_model
     assert [d.name for d in found if not d.is_model] == noted

@@ -1,7 +1,5 @@
 """Order settles look-alikes where one choice is left, and never wrongly."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,7 +39,7 @@ def model(layers: list[int], leaves: tuple[str, ...]) -> list[Piece]:
     alike=st.sets(st.sampled_from([*LOCAL_LAYER, "final_layernorm.weight"])),
     extra=st.booleans(),
 )
-def test_settled_means_settled_right(layers: int, local: bool, alike: set[str], extra: bool) -> None:
+def test_settled_means_settled_right(layers, local, alike, extra):
     """Some leaves look alike in all layers, also in layers that another buffer holds; the truth is never missed."""
     pieces = model(list(range(2, 2 + layers)), LOCAL_LAYER if local else TE_LAYER)[::-1]
     elsewhere = [piece(f"decoder.layers.{i}.{leaf}") for i in (0, 1) for leaf in LOCAL_LAYER] if extra else []
@@ -63,7 +61,7 @@ def test_settled_means_settled_right(layers: int, local: bool, alike: set[str], 
         assert settled == {tuple(pieces)}
 
 
-def test_experts_are_told_apart_matrix_by_matrix_or_one_by_one() -> None:
+def test_experts_are_told_apart_matrix_by_matrix_or_one_by_one():
     def expert(leaf: str, number: int) -> Piece:
         return piece(f"decoder.layers.0.mlp.experts.experts.{leaf}.weight", number)
 
@@ -78,7 +76,7 @@ def test_experts_are_told_apart_matrix_by_matrix_or_one_by_one() -> None:
         assert fitting == {flag}
 
 
-def test_more_look_alikes_than_places_are_not_settled() -> None:
+def test_more_look_alikes_than_places_are_not_settled():
     """One of two equal norms is frozen: which one has the state is not known."""
     pieces = model([0, 1], TE_LAYER)[::-1]
     query, key = (next(p for p in pieces if f"{x}_layernorm" in p.name) for x in "qk")
@@ -88,7 +86,7 @@ def test_more_look_alikes_than_places_are_not_settled() -> None:
     assert any(settle(slots, [query], c) for c in conventions(shared_embedding=False))
 
 
-def test_unknown_modules_have_no_order_below_them() -> None:
+def test_unknown_modules_have_no_order_below_them():
     convention = conventions(shared_embedding=False)[0]
     a, b = piece("decoder.layers.1.mixer.A_log"), piece("decoder.layers.1.mixer.D")
     lower = piece("decoder.layers.0.mixer.D")

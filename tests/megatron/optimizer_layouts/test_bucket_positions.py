@@ -1,7 +1,5 @@
 """Buckets of remainders: placed where content places plain masters, refused where position leaves a choice."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -100,9 +98,7 @@ def assert_placed(made: Checkpoint) -> None:
     bucket_size=st.one_of(st.none(), st.integers(1, 3000)),
     local=st.booleans(),
 )
-def test_every_remainder_is_placed(
-    *, layers: int, width: int, tp: int, pp: int, dp: int, bucket_size: int | None, local: bool
-) -> None:
+def test_every_remainder_is_placed(*, layers, width, tp, pp, dp, bucket_size, local):
     pp = min(pp, layers)
     params = llama(layers, width, 2 * width, 64, pp=pp, local=local)
     made = build(params, tp=tp, pp=pp, dp=dp, bucket_size=bucket_size)
@@ -117,16 +113,14 @@ def in_fp8(params: list[Param], width: int) -> list[Param]:
 @pytest.mark.parametrize(
     ("tp", "pp", "dp", "bucket_size"), [(1, 1, 1, None), (2, 1, 3, 9000), (1, 2, 2, None), (2, 2, 1, 500)]
 )
-def test_masters_of_fp8_weights_are_placed_and_proven(
-    width: int, tp: int, pp: int, dp: int, bucket_size: int | None
-) -> None:
+def test_masters_of_fp8_weights_are_placed_and_proven(width, tp, pp, dp, bucket_size):
     params = in_fp8(llama(3, 64, 128, 64, pp=pp, local=False), width)
     made = build(params, tp=tp, pp=pp, dp=dp, bucket_size=bucket_size)
     assert_placed(as_remainders(made, params, tp, pp, dp))
 
 
 @pytest.mark.parametrize("width", [32, -1])
-def test_fp8_content_decides_where_position_leaves_a_choice(width: int) -> None:
+def test_fp8_content_decides_where_position_leaves_a_choice(width):
     module = "decoder.layers.0.mlp.experts.experts"
     params = [
         Param(f"{module}.linear_fc{fc}.weight", (e,), (64, 64), fp8=width) for fc in (1, 2) for e in (0, 1)
@@ -136,7 +130,7 @@ def test_fp8_content_decides_where_position_leaves_a_choice(width: int) -> None:
 
 @pytest.mark.parametrize("width", [32, -1])
 @pytest.mark.parametrize("key", ["self_attention.linear_proj", "mlp.linear_fc2"])
-def test_swapped_masters_of_fp8_weights_are_refused(width: int, key: str) -> None:
+def test_swapped_masters_of_fp8_weights_are_refused(width, key):
     params = in_fp8(llama(2, 64, 128, 64, local=False), width)
     made = as_remainders(build(params, dp=2), params, dp=2)
     ends = [next(p for p in params if p.key.endswith(f"{key}.weight") and p.lead == (i,)) for i in (0, 1)]
@@ -165,7 +159,7 @@ REAL = ("core019_llama_tp2_dp_reshardable", "core019_llama_dp2_dp_reshardable", 
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_position_says_what_content_says_of_real_buckets(name: str) -> None:
+def test_position_says_what_content_says_of_real_buckets(name):
     folder = source_of(fixture_dir(name))
     files = open_files(str(folder))
     catalog = read_catalog(files)
@@ -195,7 +189,7 @@ def refused(made: Checkpoint, match: str) -> None:
     assert "--weights-only" in str(error.value)
 
 
-def test_files_that_name_no_rank_are_no_evidence() -> None:
+def test_files_that_name_no_rank_are_no_evidence():
     made = as_remainders(build(PARAMS, tp=2), PARAMS, 2)
     tensors = {
         key: replace(
@@ -206,7 +200,7 @@ def test_files_that_name_no_rank_are_no_evidence() -> None:
     refused(replace(made, catalog=Catalog("memory", tensors, {})), "do not say which rank wrote them")
 
 
-def test_a_parameter_that_no_bucket_has_room_for() -> None:
+def test_a_parameter_that_no_bucket_has_room_for():
     made = as_remainders(build(PARAMS[:-1]), PARAMS)
     more = as_remainders(build(PARAMS), PARAMS)
     tensors = {**made.catalog.tensors, "output_layer.weight": more.catalog.tensors["output_layer.weight"]}
@@ -226,7 +220,7 @@ def experts(fc2_rows: int) -> list[Param]:
 @pytest.mark.parametrize(
     ("params", "message"), [(SWAPPED, "no order"), (experts(16), "several orders"), (experts(32), None)]
 )
-def test_an_order_that_is_none_or_leaves_a_choice(params: list[Param], message: str | None) -> None:
+def test_an_order_that_is_none_or_leaves_a_choice(params, message):
     made = as_remainders(build(params), params)
     if message is None:
         assert_placed(made)
@@ -234,7 +228,7 @@ def test_an_order_that_is_none_or_leaves_a_choice(params: list[Param], message: 
         refused(made, message)
 
 
-def test_states_that_ranks_share_must_be_equal() -> None:
+def test_states_that_ranks_share_must_be_equal():
     made = as_remainders(build(PARAMS, tp=2), PARAMS, 2)
     name, start, _ = made.stretches[1, "decoder.final_layernorm.weight", ()]
     item = next(i for first, i in made.bucket_bits(name, "param") if first == start)

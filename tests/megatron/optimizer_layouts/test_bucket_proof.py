@@ -1,7 +1,5 @@
 """Buckets found again by content: synthetic checkpoints of every bucket layout, whole and damaged."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -44,10 +42,7 @@ def assert_recovered(made: Checkpoint, states: OptimizerStates) -> None:
     ones=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_every_state_is_found(
-    *, layout: str, layers: int, width: int, tp: int, pp: int, dp: int, bucket_size: int | None,
-    local: bool, ones: bool, seed: int,
-) -> None:  # fmt: skip
+def test_every_state_is_found(*, layout, layers, width, tp, pp, dp, bucket_size, local, ones, seed):  # fmt: skip
     pp = min(pp, layers)
     params = llama(layers, width, 2 * width, 64, pp=pp, local=local, ones=ones)
     made = build(params, tp=tp, pp=pp, dp=dp, bucket_size=bucket_size, layout=layout, seed=seed)
@@ -56,7 +51,7 @@ def test_every_state_is_found(
 
 @pytest.mark.parametrize("sample_only", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_large_parameters_are_sampled_and_compared_in_tiles(layout: str, sample_only: bool) -> None:
+def test_large_parameters_are_sampled_and_compared_in_tiles(layout, sample_only):
     made = build([Param("embedding.word_embeddings.weight", (), (1100, 1024), 0)], tp=2, dp=2, layout=layout)
     assert_recovered(made, recover(made, sample_only=sample_only))
 
@@ -80,7 +75,7 @@ QKV = "decoder.layers.self_attention.linear_qkv.weight"
 
 
 @pytest.mark.parametrize("element", [0, 5, 100, 700, 959])
-def test_a_flipped_element_is_refused_by_name(element: int) -> None:
+def test_a_flipped_element_is_refused_by_name(element):
     made = damaged()
     offsets, name, _ = masters(made, 1, FC1, (2,))
     made.files.data["buckets"][offsets[element] + 2] ^= 1  # one unit of the bf16 value
@@ -106,9 +101,7 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
         ((0, EMBEDDING, ()), (0, OUTPUT, ()), r"embedding.*is before.*against the order"),
     ],
 )
-def test_exchanged_segments_are_refused_by_name(
-    one: tuple[int, str, tuple[int, ...]], other: tuple[int, str, tuple[int, ...]], message: str
-) -> None:
+def test_exchanged_segments_are_refused_by_name(one, other, message):
     made = damaged()
     data = made.files.data["buckets"]
     for a, b in zip(masters(made, *one)[0], masters(made, *other)[0], strict=True):
@@ -118,7 +111,7 @@ def test_exchanged_segments_are_refused_by_name(
 
 
 @pytest.mark.parametrize("at", [0, 300])
-def test_a_garbage_gap_inside_a_parameter_is_refused_by_name(at: int) -> None:
+def test_a_garbage_gap_inside_a_parameter_is_refused_by_name(at):
     made = damaged()
     offsets, name, start = masters(made, 0, FC1, (1,))
     values = [bytes(made.files.data["buckets"][o : o + 4]) for o in offsets]
@@ -131,7 +124,7 @@ def test_a_garbage_gap_inside_a_parameter_is_refused_by_name(at: int) -> None:
     assert f"{start}.." in str(error.value) or "decoder.layers.1.mlp.linear_fc1.weight" in str(error.value)
 
 
-def test_padding_is_never_read_into_a_state() -> None:
+def test_padding_is_never_read_into_a_state():
     made = damaged()
     used = {offset for key in made.stretches for offset in masters(made, *key)[0]}
     items = [
@@ -144,7 +137,7 @@ def test_padding_is_never_read_into_a_state() -> None:
     assert_recovered(made, recover(made))
 
 
-def test_copies_on_two_ranks_must_agree() -> None:
+def test_copies_on_two_ranks_must_agree():
     made = damaged()
     key = "decoder.layers.mlp.linear_fc1.layer_norm_weight"
     name, start, _ = made.stretches[1, key, (0,)]
@@ -156,7 +149,7 @@ def test_copies_on_two_ranks_must_agree() -> None:
         recover(made)
 
 
-def test_look_alikes_without_an_order_are_refused_by_name() -> None:
+def test_look_alikes_without_an_order_are_refused_by_name():
     """Two equal vectors of modules that nobody knows: nothing says which is which."""
     params = [
         Param("encoder_a.alpha", (), (64,), ones=True),
@@ -167,7 +160,7 @@ def test_look_alikes_without_an_order_are_refused_by_name() -> None:
         recover(build(params))
 
 
-def test_a_part_without_state_is_refused_by_name() -> None:
+def test_a_part_without_state_is_refused_by_name():
     made = damaged()
     lost = {key for key in made.catalog.tensors if ".dp_group_idx_1." in key}
     for key in lost:
@@ -179,7 +172,7 @@ def test_a_part_without_state_is_refused_by_name() -> None:
         recover(made)
 
 
-def test_frozen_weights_have_no_state() -> None:
+def test_frozen_weights_have_no_state():
     made = build(llama(2, 24, 40, 64))
     weight = np.full((5, 7), 0x1234, np.uint16)
     frozen = build([Param("vision_model.conv1.weight", (), (5, 7))])

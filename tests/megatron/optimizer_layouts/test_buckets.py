@@ -1,7 +1,5 @@
 """What metadata says about buckets, and what is refused before any content is read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -50,7 +48,7 @@ Damage = Callable[[Checkpoint], object]
         (lambda m: m.numels.__setitem__((0, 0), [["?"]]), CorruptCheckpointError, "but 0 were saved"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused_by_name(damage: Damage, error: type[Exception], match: str) -> None:
+def test_what_does_not_fit_is_refused_by_name(damage, error, match):
     made = build(llama(2, 24, 40, 64), bucket_size=2500)
     assert len(made.numels[0, 0][0][0]["bfloat16", "float32"]) == 4
     damage(made)
@@ -58,7 +56,7 @@ def test_what_does_not_fit_is_refused_by_name(damage: Damage, error: type[Except
         find_buffers(made.catalog, made.numels)
 
 
-def test_a_chunk_of_several_experts_gives_a_piece_each() -> None:
+def test_a_chunk_of_several_experts_gives_a_piece_each():
     key = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
     item = Item("w", 0, 1)
     chunks = tuple(Chunk(Box((i, e, 0, 0), (1, 2, 3, 5)), item) for i in range(2) for e in (0, 2))
@@ -74,7 +72,7 @@ def test_a_chunk_of_several_experts_gives_a_piece_each() -> None:
     bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40),
     to=st.sampled_from(["bfloat16", "float16"]),
 )
-def test_rounding_equals_torch_bit_for_bit(bits: list[int], to: str) -> None:
+def test_rounding_equals_torch_bit_for_bit(bits, to):
     values = np.array(bits, np.uint32)
     expected = (
         torch.from_numpy(values.view(np.float32)).to(getattr(torch, to)).view(torch.int16).numpy().view("u2")
@@ -85,7 +83,7 @@ def test_rounding_equals_torch_bit_for_bit(bits: list[int], to: str) -> None:
     assert np.isnan(torch.from_numpy(got.view("i2")).view(getattr(torch, to)).float().numpy()[nan]).all()
 
 
-def test_rounding_to_the_type_itself_changes_nothing_and_to_others_is_refused() -> None:
+def test_rounding_to_the_type_itself_changes_nothing_and_to_others_is_refused():
     bits = np.array([0x7FC00001], np.uint32)
     assert round_bits(bits, "float32", "float32") is bits
     with pytest.raises(UnsupportedCheckpointError, match="float32 for weights of type float8_e4m3fn"):
@@ -93,7 +91,7 @@ def test_rounding_to_the_type_itself_changes_nothing_and_to_others_is_refused() 
 
 
 @given(numel=st.integers(1, 1000))
-def test_samples_lie_inside_and_reach_both_ends(numel: int) -> None:
+def test_samples_lie_inside_and_reach_both_ends(numel):
     found = windows(numel)
     assert found[0][0] == 0 and sum(found[-1]) == numel
     assert all(0 <= a < a + n <= numel for a, n in found)
@@ -102,7 +100,7 @@ def test_samples_lie_inside_and_reach_both_ends(numel: int) -> None:
 @pytest.mark.parametrize(
     "state", [[{0: {}}], [], [{"buckets_coalesced": False}], [{"buckets_coalesced": True, 0: 5}]]
 )
-def test_param_states_of_unknown_form_are_refused(state: object) -> None:
+def test_param_states_of_unknown_form_are_refused(state):
     files = MemoryFiles()
     archive = np.frombuffer(dump_archive(state), np.uint8)
     item = files.add("f", archive)._replace(bare=False)

@@ -1,7 +1,5 @@
 """Optimizer keys that name weights: spellings, prefixes, missing masters, and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -39,7 +37,7 @@ def state(kind: str, weight: str = WEIGHT) -> str:
 
 @pytest.mark.parametrize("master", ["param", "fp32_param", ""])
 @pytest.mark.parametrize("prefix", ["", "chained_1."])
-def test_both_spellings_of_masters_and_the_chain_prefix(prefix: str, master: str) -> None:
+def test_both_spellings_of_masters_and_the_chain_prefix(prefix, master):
     stored = {kind: prefix + state(kind) for kind in ("exp_avg", "momentum_buffer", master) if kind}
     made = catalog({WEIGHT: (4, 8, 6), **dict.fromkeys(stored.values(), (4, 8, 6))})
     found = read_optimizer_states(MemoryFiles(), made, CommonState({}, None))
@@ -53,7 +51,7 @@ def test_both_spellings_of_masters_and_the_chain_prefix(prefix: str, master: str
             found.sources("master", WEIGHT)
 
 
-def test_no_optimizer() -> None:
+def test_no_optimizer():
     assert read_optimizer_states(MemoryFiles(), catalog({WEIGHT: (2, 3)}), CommonState({}, None)) is None
 
 
@@ -68,9 +66,7 @@ def test_no_optimizer() -> None:
                         f"exp_avg_sq.{WEIGHT}: Defragment", "there is no weight gone.weight"]),
     ],
 )  # fmt: skip
-def test_states_that_do_not_fit_are_refused_by_name(
-    shapes: dict[str, tuple[int, ...]], dtype: str, error: type[Exception], messages: list[str]
-) -> None:
+def test_states_that_do_not_fit_are_refused_by_name(shapes, dtype, error, messages):
     with pytest.raises(error) as caught:
         model_space_states(catalog({WEIGHT: (4, 6), **shapes}, dict.fromkeys(shapes, dtype)), "x")
     assert [text for text in messages if text not in str(caught.value)] == []
@@ -119,9 +115,7 @@ def cut_shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 @given(cut=cut_shapes(), pieces=st.integers(1, 3), noted=st.booleans(), data=st.data())
-def test_any_cut_is_undone(
-    cut: tuple[tuple[int, ...], tuple[int, ...]], pieces: int, noted: bool, data: st.DataObject
-) -> None:
+def test_any_cut_is_undone(cut, pieces, noted, data):
     """All axes may be cut at once, and any number of leading axes selected; with and without `mcore_data`."""
     shape, fragments = cut
     value = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
@@ -134,7 +128,7 @@ def test_any_cut_is_undone(
     assert got.tobytes() == np.ascontiguousarray(value[lead]).tobytes()
 
 
-def test_one_dimensional_states_before_core_0_11_are_stored_as_they_are() -> None:
+def test_one_dimensional_states_before_core_0_11_are_stored_as_they_are():
     """Synthetic: 1-D states had no entry in `mcore_data` and their own shape, cut by data parallelism only."""
     value = np.arange(12, dtype=np.float32)
     files = MemoryFiles()
@@ -145,7 +139,7 @@ def test_one_dimensional_states_before_core_0_11_are_stored_as_they_are() -> Non
     assert got.tobytes() == value.tobytes()
 
 
-def test_a_note_of_another_shape_is_refused() -> None:
+def test_a_note_of_another_shape_is_refused():
     files = MemoryFiles()
     state = np.zeros((1, 1, 24), np.float32)
     catalog = stored(files, ("w", (4, 6)), state, {"optimizer.state.exp_avg.w": (3, 8)})
@@ -198,9 +192,7 @@ def grouped_mlp(
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("hidden", "ffn"), [(8, 8), (8, 12), (8, 4)])
-def test_legacy_grouped_experts(
-    *, hidden: int, ffn: int, transposed: bool, tp: int, gated: bool, noted: bool
-) -> None:
+def test_legacy_grouped_experts(*, hidden, ffn, transposed, tp, gated, noted):
     """(8, 8): fc2 is square; (8, 4) gated: fc1 is. Shapes decide, unless nothing is cut and no shape noted or
     everything is square; then the training argument does."""
     files, catalog, values = grouped_mlp(hidden, ffn, tp, gated=gated, transposed=transposed, noted=noted)

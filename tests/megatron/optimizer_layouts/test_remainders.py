@@ -1,7 +1,5 @@
 """Masters or remainders: what numbers under one key and of one type are, told by the numbers alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -67,7 +65,7 @@ def master(folder: Path, catalog: Catalog, states: OptimizerStates, name: str) -
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int16"])
-def test_remainders_are_joined_whatever_their_chunks(dtype: str, tmp_path: Path) -> None:
+def test_remainders_are_joined_whatever_their_chunks(dtype, tmp_path):
     weight, remainder, joined = numbers()
     catalog, states = stored(tmp_path / "s", {"a.weight": (weight, remainder.astype(dtype))})
     assert states.has_made
@@ -78,8 +76,8 @@ def test_remainders_are_joined_whatever_their_chunks(dtype: str, tmp_path: Path)
     ("plain", "aware"), [(True, True), (True, False), (True, None), (False, False), (False, None)]
 )
 def test_plain_masters_stay_as_they_are_and_so_do_whole_numbers_where_no_setting_allows_remainders(
-    plain: bool, aware: bool | None, tmp_path: Path
-) -> None:
+    plain, aware, tmp_path
+):
     """The proof of masters then says of the latter that they do not round."""
     weight, remainder, joined = numbers()
     catalog, states = stored(tmp_path / "s", {"a.weight": (weight, joined if plain else remainder)}, aware)
@@ -90,7 +88,7 @@ def test_plain_masters_stay_as_they_are_and_so_do_whole_numbers_where_no_setting
 ZERO = (np.zeros(4, np.uint16), np.zeros(4, np.float32))
 
 
-def test_what_can_be_both_follows_the_others(tmp_path: Path) -> None:
+def test_what_can_be_both_follows_the_others(tmp_path):
     weight, remainder, joined = numbers()
     _, states = stored(tmp_path / "1", {"a.weight": (weight, remainder), "a.bias": ZERO})
     assert states.states["master", "a.bias"].dtype == "float32"
@@ -99,7 +97,7 @@ def test_what_can_be_both_follows_the_others(tmp_path: Path) -> None:
     assert not states.has_made
 
 
-def test_what_can_be_both_and_has_no_company_is_refused(tmp_path: Path) -> None:
+def test_what_can_be_both_and_has_no_company_is_refused(tmp_path):
     with pytest.raises(
         VerificationError, match=r"masters as well as the remainders(.|\n)*a\.bias(.|\n)*--weights-only"
     ):
@@ -109,7 +107,7 @@ def test_what_can_be_both_and_has_no_company_is_refused(tmp_path: Path) -> None:
         stored(tmp_path / "2", {"a.weight": (weight, remainder), "b.weight": (other, joined), "a.bias": ZERO})
 
 
-def test_remainders_beside_weights_of_another_type_are_refused(tmp_path: Path) -> None:
+def test_remainders_beside_weights_of_another_type_are_refused(tmp_path):
     source = DcpFolder(tmp_path / "s")
     source.tensor("w", "float16", np.zeros(4, np.float16))
     source.tensor("optimizer.state.param.w", "int16", np.zeros(4, np.int16))
