@@ -7,6 +7,7 @@ import argparse
 import random
 import shutil
 import subprocess
+from functools import cache
 
 import pytest
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -30,6 +31,7 @@ ODD: tuple[object, ...] = (
 )  # fmt: skip
 
 
+@cache
 def stored(name):
     """The values of a checkpoint that are no weights, by key; and what writes it with others of these."""
     folder = fixture_dir(name) / "iter_0000002"
