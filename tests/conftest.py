@@ -61,3 +61,21 @@ def _is_run(path: Path) -> bool:
 def fixture_dir(name: str) -> Path:
     """The folder of a real checkpoint of tests/data, packed or not."""
     return DATA / name if name == LLAMA else unpacked(name)
+
+
+@pytest.fixture(scope="session")
+def cases() -> Path:
+    """Small inputs that once went wrong, a folder each."""
+    return unpacked("cases")
+
+
+@pytest.fixture(scope="session")
+def user_cases() -> Path:
+    """Those that users met."""
+    return unpacked("user_cases")
+
+
+@pytest.fixture(scope="session")
+def sharded() -> Path:
+    """What `fully_shard` saved: `titan`, `app`, `numbered`, `truth.pt` (`tests.megatron.dcp.sharded_model`)."""
+    return unpacked("fully_shard")

@@ -25,7 +25,6 @@ from ckpt_tools.model.box import Box
 from ckpt_tools.model.kernels.casts import Array
 from ckpt_tools.model.kernels.kernel import WeightedMean
 from tests.altered import altered, overwrite, scaled
-from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
 from tests.commands.made import place
 from tests.conftest import DATA, fixture_dir

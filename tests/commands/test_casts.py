@@ -25,7 +25,6 @@ from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.target import TargetTensor, kept_exactly
 from ckpt_tools.model.views import Source
-from tests.cases import cases as cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
 from tests.commands.rewritten import Parts, read, write
 from tests.conftest import DATA

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt_tools.cli.app import run
-from tests.cases import cases as cases  # noqa: PLC0414  a fixture
 from tests.conftest import fixture_dir
 from tests.damage import ITERATION, copy_of, flip_bit, payload_of
 from tests.megatron.huggingface.by_rules import QWEN3_MOE, directory

@@ -15,8 +15,6 @@ from ckpt_tools.commands.huggingface.export_hf import plan_export
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.megatron.huggingface.config.model_args import GluInterleave
 from ckpt_tools.megatron.huggingface.mapping.layouts import gate_up_in_turns
-from tests.cases import cases as cases  # noqa: PLC0414  a fixture
-from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.megatron.huggingface.by_rules import LLAMA, directory
 from tests.megatron.huggingface.test_layouts import model, numbered, to_core, to_hf
 

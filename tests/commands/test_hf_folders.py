@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from ckpt_tools import ExportOptions, export_hf, import_hf, inspect_checkpoint
 from ckpt_tools.commands.huggingface.folder import pack_shards, shard_index
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
-from tests.cases import cases as cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n"

@@ -14,7 +14,6 @@ from ckpt_tools import (
 )
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.run_state.settings import settings_of
-from tests.cases import cases as cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
 from tests.commands.made import fsdp, torch_dist
 from tests.commands.rewritten import Parts, read, write

@@ -20,7 +20,6 @@ from ckpt_tools import (
 )
 from ckpt_tools.cli.app import run
 from ckpt_tools.errors import MappingError
-from tests.cases import cases as cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
 from tests.commands.made import fsdp, hf, torch_dist
 

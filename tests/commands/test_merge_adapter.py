@@ -12,7 +12,6 @@ from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.model.box import Box
-from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
 from tests.commands.made import fsdp, hf, stripped, torch_dist
 from tests.conftest import DATA, fixture_dir

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.formats.locate.detect import METADATA_JSON_TEXT
-from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
 from tests.commands.rewritten import Parts, read, saved, write
 from tests.conftest import fixture_dir

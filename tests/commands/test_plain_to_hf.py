@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 
 from ckpt_tools.cli.app import run
 from tests.commands import oracle
-from tests.megatron.dcp.sharded_cases import sharded as sharded  # noqa: PLC0414  a fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

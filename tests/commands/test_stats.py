@@ -38,7 +38,6 @@ from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.model.views import Source
 from ckpt_tools.verify.content.values import Change, Statistics
 from tests.altered import scaled
-from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
 from tests.conftest import DATA, REPO, fixture_dir
 from tests.damage import ITERATION, copy_of, payload_of

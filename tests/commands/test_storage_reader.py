@@ -23,7 +23,6 @@ from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from tests.commands import oracle
 from tests.commands.launched import torchrun
 from tests.conftest import DATA, fixture_dir
-from tests.megatron.dcp.sharded_cases import sharded as sharded  # noqa: PLC0414  a fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

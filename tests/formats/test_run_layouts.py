@@ -13,7 +13,6 @@ import torch.distributed.checkpoint as dcp
 from ckpt_tools.cli.app import run
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.locate.detect import iteration_numbers, locate
-from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
 from tests.commands.rewritten import read, write
 from tests.conftest import DATA

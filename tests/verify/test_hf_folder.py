@@ -21,7 +21,6 @@ from ckpt_tools.megatron.huggingface.families.identify import NUMBER
 from ckpt_tools.model.catalog import TensorEntry
 from ckpt_tools.verify.checkpoint.hf_folder import check_hf_names
 from ckpt_tools.verify.report import Finding
-from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.megatron.huggingface import vision_language
 from tests.megatron.huggingface.by_rules import DEEPSEEK, LLAMA, QWEN3_MOE, directory
 from tests.megatron.huggingface.quantized_models import fp8_blocks, fp8_tensors, gpt_oss, mixed

@@ -10,7 +10,6 @@ from ckpt_tools.cli.app import run
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.commands.look.ls import list_run
 from ckpt_tools.megatron.torch_dist.grids import object_grids
-from tests.cases import cases as cases  # noqa: PLC0414  a fixture
 from tests.conftest import fixture_dir
 from tests.damage import ITERATION, copy_of, drop_key, findings_of, flip_bit, infos_of, metadata_of
 

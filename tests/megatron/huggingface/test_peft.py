@@ -28,7 +28,6 @@ from ckpt_tools.megatron.huggingface.lora import peft_targets
 from ckpt_tools.megatron.huggingface.lora.peft import PeftSettings, read_peft_settings, with_adapter
 from ckpt_tools.megatron.huggingface.mapping.rules import SMALLEST
 from ckpt_tools.model.catalog import Catalog, TensorEntry
-from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands.test_huggingface import GPT2
 from tests.conftest import DATA
 from tests.megatron.adapter_checkpoints import FC1, FC2, PROJ, QKV, AdapterFolder, canonical, lora
