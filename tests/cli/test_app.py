@@ -1,7 +1,8 @@
-"""Outcomes to exit codes, stdout and stderr kept apart, and a start that loads nothing heavy."""
+"""Outcomes and signals to exit codes, stdout and stderr kept apart, and a start that loads nothing heavy."""
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from ckpt_tools.cli import app as module
 from ckpt_tools.cli.app import run
 from ckpt_tools.cli.commands import MODULES
 from tests.cli.terminal import program
-from tests.conftest import REPO, fixture_dir
+from tests.conftest import DATA, REPO, fixture_dir
 from tests.damage import flip_bit, payload_of
 
 LLAMA = "core019_llama_tp2_fully_reshardable"
@@ -185,3 +186,63 @@ def test_a_closed_pipe_changes_no_verdict(words, code, is_closed, tmp_path):
         pid = program(words.split(), pipe.fileno(), errors.fileno(), tmp_path)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
     assert b"Traceback" not in (tmp_path / "err").read_bytes()
+
+
+RUN = DATA / "core019_llama_tp2_fully_reshardable"
+# Looked for when a module is first imported; the signal comes just then.
+PROGRAM = """
+import os, runpy, signal, sys
+module, number, heard = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+del sys.argv[1:4]
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == module:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), number)
+            assert heard == "ignored", "too late"
+
+if heard == "ignored":
+    signal.signal(number, signal.SIG_IGN)
+sys.meta_path.insert(0, Finder())
+runpy.run_module("ckpt_tools", run_name="__main__", alter_sys=True)
+"""
+LATE = (
+    "typer", "ckpt_tools.cli", "ckpt_tools.cli.app", "ckpt_tools.errors", "ckpt_tools.cli.commands",
+    "ckpt_tools.cli.verbs.convert", "ckpt_tools.commands.convert.to_fsdp_dtensor", "numpy",
+    "ckpt_tools.execute.output.local_output",
+)  # fmt: skip
+
+
+def start(module: str, number: int, heard: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    words = [module, str(int(number)), heard, "convert", str(RUN), str(folder / "out")]
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, *words],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("module", LATE)
+@pytest.mark.parametrize(("number", "code", "told"), [
+    (signal.SIGINT, 130, "interrupted; nothing was published."), (signal.SIGTERM, 143, "terminated."),
+])  # fmt: skip
+def test_a_signal_while_modules_are_imported(module, number, code, told, tmp_path):
+    done = start(module, number, "heard", tmp_path)
+    assert (done.returncode, done.stderr, done.stdout) == (code, f"error: {told}\n", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_is_ignored_stays_so(number, tmp_path):
+    """As in what a shell starts in the background, or `nohup`."""
+    done = start("typer", number, "ignored", tmp_path)
+    assert done.returncode == 0 and done.stderr == "" and (tmp_path / "out").is_dir()
+
+
+def test_the_installed_program_begins_there():
+    text = (REPO / "pyproject.toml").read_text()
+    assert text.count('= "ckpt_tools.__main__:main"') == 2

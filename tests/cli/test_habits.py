@@ -1,16 +1,33 @@
-"""Habits of people at a command line: sizes, globs, misspelt names and paths, NO_COLOR."""
+"""Habits of people at a command line: sizes, globs, misspelt names and paths, NO_COLOR, bars and closed streams.
 
+`--quiet` is one thing in every command: errors on stderr, what programs are to read on stdout, nothing else.
+"""
+
+import json
 import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from ckpt_tools.cli import progress
 from ckpt_tools.cli.app import run
-from ckpt_tools.cli.options import parse_bytes
-from ckpt_tools.errors import UsageError
+from ckpt_tools.cli.commands import MEANT, MODULES, REMOVED
+from ckpt_tools.cli.findings import grouped
+from ckpt_tools.cli.options import model_folder, parse_bytes
+from ckpt_tools.cli.reports import _by_reason
+from ckpt_tools.cli.verbs.diff import two_values
+from ckpt_tools.errors import UsageError, list_problems
+from ckpt_tools.human import human_bytes
+from ckpt_tools.verify.report import Finding
+from tests.cli.options import OPTIONS
 from tests.cli.terminal import on_a_terminal
-from tests.conftest import DATA, fixture_dir
+from tests.conftest import DATA, REPO, fixture_dir
+from tests.typed import PLACES, places
 
 RUN = DATA / "core019_llama_tp2_fully_reshardable"
 FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
@@ -188,3 +205,296 @@ def test_no_color(tmp_path):
     convert[-1] = str(tmp_path / "b")
     assert not colour.search(on_a_terminal(convert, NO_COLOR="1"))
     assert not colour.search(on_a_terminal(["inspect", str(RUN)], NO_COLOR="1"))
+
+
+MOE = fixture_dir("core019_moe_ep2_fully_reshardable")
+
+
+@pytest.mark.parametrize("verb", MEANT)
+def test_verbs_that_people_try(verb, capsys):
+    assert run([verb, str(RUN)]) == 2
+    err = capsys.readouterr().err
+    assert f"error: No such command '{verb}'. Try " in err
+    assert MEANT[verb].partition(" ")[0] in {*MODULES, "--version", "--help"}
+    assert f" {MEANT[verb]}'" in err
+
+
+def test_what_was_removed(capsys, monkeypatch):
+    monkeypatch.setitem(REMOVED, "ls --gone", "Use --new.")
+    monkeypatch.setitem(REMOVED, "gone", "Use new.")
+    for words, sentence in REMOVED.items():
+        command, _, option = words.partition(" ")
+        assert run([command, str(RUN), *([option, "x"] if option else [])]) == 2
+        assert capsys.readouterr().err.splitlines()[0].endswith(f" {sentence}"), words
+    assert run(["stats", str(RUN), "--gone"]) == 2
+    assert "Use " not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_command_without_arguments_prints_its_usage(name, capsys):
+    assert run([name]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.search(rf"Usage: .* {name} \[OPTIONS\] \S", " ".join(err.split()))
+    assert f"{name} --help'" in err
+
+
+def test_the_program_without_a_command(capsys):
+    assert run([]) == 2
+    assert "Usage: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["ls", str(RUN)], ["verify", str(RUN)]], ids=lambda w: w[0])
+def test_a_closed_stdout_takes_nothing(words, tmp_path):
+    """No file that is opened gets the number of stdout: a checkpoint is only read."""
+    before = {path: path.read_bytes() for path in RUN.rglob("*") if path.is_file()}
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m ckpt_tools {' '.join(words)} >&-"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPO)}, capture_output=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert {path: path.read_bytes() for path in RUN.rglob("*") if path.is_file()} == before
+
+
+def test_quiet_does_not_hide_errors(tmp_path, capsys):
+    root = shutil.copytree(RUN, tmp_path / "run")
+    os.truncate(root / "iter_0000002" / "__0_0.distcp", 1000)
+    for command in ("convert", "copy"):
+        assert run([command, str(root), str(tmp_path / "out"), "--iteration", "all", "-q"]) == 4
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("error: iteration 2")
+
+
+def test_a_bar_ends_at_one_hundred_percent_and_is_named():
+    text = on_a_terminal(["stats", str(RUN)])
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    last = [line for line in re.split(r"[\r\n]", plain) if "stats" in line and "%" in line][-1]
+    assert "100 %" in last
+    assert re.search(r"KiB of [\d.]+ KiB", last)
+    assert "kB" not in plain
+
+
+def test_lines_of_progress_end_at_one_hundred_percent(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    progress.name_work("copy")
+    with progress.progress_bar(False) as update:
+        update(3 << 20, 6 << 30)
+        update(5 << 30, 6 << 30)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("copy: 3.0 MiB of 6.0 GiB (0 %), ")
+    assert lines[-1].startswith("copy: 6.0 GiB of 6.0 GiB (100 %), done in ")
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 10.0)
+    with progress.progress_bar(False) as update:  # work that was soon done says nothing
+        update(6 << 30, 6 << 30)
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_of_work_that_failed_does_not_claim_to_be_done(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    with pytest.raises(OSError, match="full"), progress.progress_bar(False) as update:
+        update(1, 2)
+        raise OSError("full")
+    assert "done in" not in capsys.readouterr().err
+
+
+def test_several_checkpoints(tmp_path, capsys):
+    report = tmp_path / "junit.xml"
+    assert run(["verify", str(RUN), str(MOE), str(FSDP), "--junit", str(report)]) == 0
+    assert capsys.readouterr().out.count(" is valid") == 3
+    assert report.read_text().count("<testsuite ") == 3
+    assert run(["verify", str(RUN), str(tmp_path / "absent")]) == 1
+    out = capsys.readouterr().out
+    assert "does not exist" in out
+    assert f"{RUN}/iter_0000002 (torch_dist) is valid" in out
+    assert run(["verify", str(RUN), str(MOE), "--write-manifest", str(tmp_path / "m.json")]) == 2
+    assert not (tmp_path / "m.json").exists()
+
+
+def test_problems_that_differ_in_numbers_are_grouped():
+    lines = [f"layers.{i}.{kind}: absent" for i in range(30) for kind in ("a", "b")]
+    text = list_problems(lines)
+    assert text.splitlines() == [
+        "  - layers.0.a: absent", "  - layers.1.a: absent", "  - layers.2.a: absent", "  ... and 27 more like these",
+        "  - layers.0.b: absent", "  - layers.1.b: absent", "  - layers.2.b: absent", "  ... and 27 more like these",
+    ]  # fmt: skip
+    assert list_problems(lines[:20]).count("\n") == 19  # few are listed as they are
+    words = [f"{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(40)]
+    assert list_problems(words).splitlines()[-1] == "  ... and 20 more"
+    findings = [Finding("tiling", "error", f"layers.{i}", "hole") for i in range(6)]
+    assert list(grouped(findings))[3:] == ["... and 3 more like these (--json lists all)"]
+    assert len(list(grouped(findings[:4]))) == 4
+
+
+def test_a_missing_file_is_told_of_once(tmp_path, capsys):
+    """And what is the same of many keys is grouped; with the way out that a run with another iteration has."""
+    root = shutil.copytree(RUN, tmp_path / "run")
+    shutil.copytree(root / "iter_0000002", root / "iter_0000004")
+    (root / "latest_checkpointed_iteration.txt").write_text("4")
+    (root / "iter_0000004" / "__1_0.distcp").unlink()
+    assert run(["verify", str(root)]) == 1
+    out = capsys.readouterr().out
+    told = [line for line in out.splitlines() if "__1_0.distcp does not exist" in line]
+    assert len(told) == 1
+    assert told[0].endswith(". Fix: another copy of the file, or an earlier iteration (--iteration 2)")
+    assert ".." not in told[0]
+    assert run(["verify", str(root), "--content"]) == 1
+    out = capsys.readouterr().out
+    assert sum("error: checksums: " in line for line in out.splitlines()) == 3
+    assert "... and 47 more like these (--json lists all)" in out
+    (root / "iter_0000002" / "__1_0.distcp").unlink()
+    assert run(["verify", str(root), "--iteration", "2"]) == 1
+    assert "earlier iteration" not in capsys.readouterr().out, "there is none"
+
+
+def test_a_hostile_common_state_is_there(tmp_path, capsys):
+    root = shutil.copytree(RUN, tmp_path / "run")
+    shutil.copy(DATA / "hostile" / "global_system.pt", root / "iter_0000002" / "common.pt")
+    assert run(["verify", str(root)]) == 4
+    out = capsys.readouterr().out
+    assert "error: common state: " in out
+    assert "neither common.pt nor common_state" not in out
+    assert run(["ls", str(root)]) == 0
+    assert " damaged " in capsys.readouterr().out
+
+
+def test_a_resumed_conversion_that_is_finished_is_compared(tmp_path, capsys):
+    for verb in ("convert", "strip"):
+        words = [verb, str(RUN), str(tmp_path / verb)]
+        assert run(words) == 0
+        assert "compared" not in capsys.readouterr().out.replace("compared with", "")
+        assert run([*words, "--resume"]) == 0
+        assert "compared" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", ["inspect nope", "convert nope x", "verify ./nope"])
+def test_what_is_not_there(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run(words.split()) == 3
+    assert "nope does not exist. No file next to it has a similar name." in capsys.readouterr().err
+
+
+def test_one_iteration_is_not_compared_with_itself(capsys):
+    assert run(["diff", str(RUN), f"{RUN}/", "--iteration", "2"]) == 2
+    assert "`diff RUN/iter_0000002 RUN/iter_0000004`" in capsys.readouterr().err
+    assert run(["diff", str(RUN), str(RUN), "-q"]) == 0, "whoever writes it so knows it"
+
+
+def test_the_config_of_a_model_may_be_given(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert model_folder(tmp_path / "config.json") == model_folder(tmp_path) == str(tmp_path)
+    assert model_folder(tmp_path / "no" / "config.json") == str(tmp_path / "no" / "config.json")
+    assert model_folder(None) is None
+
+
+def test_what_was_dropped_is_named():
+    dropped = [f"k{i}: of a run" for i in range(5)]
+    assert _by_reason((*dropped, "x: alone", "y: two", "z: two")) == [
+        "k0, k1, k2 and 2 more: of a run",
+        "x: alone",
+        "y, z: two",
+    ]
+
+
+def test_two_values_are_shown_so_that_they_differ():
+    assert two_values(1.0, 1.5) == ("1", "1.5")
+    assert two_values(0.1, 0.1 + 1e-8) == ("0.1", "0.10000001")
+    a, b = two_values(1.0, 1.0 + 2**-52)
+    assert a != b
+    assert two_values(1, 2) == ("1", "2")
+
+
+def test_one_unit_everywhere():
+    """Sizes are binary wherever something prints them: no other function makes text of bytes."""
+    assert human_bytes(5 << 30) == "5.0 GiB"
+    for file in (REPO / "ckpt_tools" / "cli").glob("*.py"):
+        assert "DownloadColumn" not in file.read_text()
+        assert "TransferSpeedColumn" not in file.read_text()
+
+
+# A line of every command, and its exit code.
+LINES = {
+    "inspect": ("inspect RUN --keys nothing --keys 'decoder*'", 0),
+    "convert": ("convert RUN OUT", 0),
+    "convert-torch-dist-to-fsdp-dtensor": ("convert-torch-dist-to-fsdp-dtensor RUN OUT --dry-run", 0),
+    "convert-fsdp-dtensor-to-torch-dist": ("convert-fsdp-dtensor-to-torch-dist FSDP OUT --iteration all", 0),
+    "ls": ("ls RUN", 0),
+    "stats": ("stats RUN", 0),
+    "plan": ("plan RUN --gpus 4", 0),
+    "export-hf": ("export-hf RUN OUT", 0),
+    "import-hf": ("import-hf HF OUT", 0),
+    "verify": ("verify RUN FSDP", 0),
+    "diff": ("diff RUN LATER", 1),
+    "compare-two-checkpoint": ("compare-two-checkpoint RUN FSDP", 0),
+    "preflight": ("preflight FSDP", 0),
+    "modify-state-dict": ("modify-state-dict RUN OUT --op 'remove rng.*'", 0),
+    "slice": ("slice RUN OUT --layers 0:1", 0),
+    "copy": ("copy RUN OUT --iteration all", 0),
+    "average": ("average RUN LATER OUT", 0),
+    "merge-adapter": ("merge-adapter RUN LORA OUT", 0),
+    "strip": ("strip FSDP OUT", 0),
+    "repair": ("repair FSDP OUT", 1),
+    "print-tensor": ("print-tensor RUN decoder.final_layernorm.weight", 0),
+}
+# Whose output is a document for programs, asked for or not.
+DOCUMENTS = ("print-torch-dcp-in-json RUN/iter_0000002 --no-write", "build-param-group-map RUN --explain")
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return places(tmp_path_factory.mktemp("quiet") / "places")
+
+
+@pytest.fixture
+def typing(ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in PLACES:
+        (tmp_path / name).symlink_to(ready / name)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_every_command_that_has_it_is_in_the_lists():
+    listed = {*LINES, *(line.partition(" ")[0] for line in DOCUMENTS)}
+    assert listed == {name for name in MODULES if "-q" in OPTIONS[name].split()}
+
+
+@pytest.mark.usefixtures("typing")
+@pytest.mark.parametrize("name", LINES)
+def test_nothing_is_printed_but_json(name, capsys):
+    line, code = LINES[name]
+    words = [word.replace("OUT", "loud") for word in shlex.split(line)]
+    assert run(words) == code
+    assert "".join(capsys.readouterr()), "there is nothing to keep back"
+    assert run([word.replace("OUT", "out") for word in [*shlex.split(line), "-q"]]) == code
+    assert capsys.readouterr() == ("", "")
+    assert run([word.replace("OUT", "json") for word in [*shlex.split(line), "--json", "-q"]]) == code
+    out, err = capsys.readouterr()
+    assert (isinstance(json.loads(out), dict), err) == (True, "")
+
+
+@pytest.mark.usefixtures("typing")
+@pytest.mark.parametrize("line", DOCUMENTS)
+def test_a_document_is_printed_whole(line, capsys):
+    assert run(shlex.split(line)) == 0
+    loud = capsys.readouterr().out
+    assert run([*shlex.split(line), "-q"]) == 0
+    assert capsys.readouterr() == (loud, "")
+    json.loads(loud)
+
+
+@pytest.mark.usefixtures("typing")
+def test_what_verify_and_preflight_find_wrong_is_an_error(capsys):
+    assert run(["verify", "BAD", "RUN", "--content", "-q"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    verdict, *found = err.splitlines()
+    assert verdict == "BAD/iter_0000002 (torch_dist) is not valid: 2 errors"
+    assert all(line.startswith("error: ") for line in found)
+    assert run(["preflight", "RUN", "-q"]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.splitlines()[1].startswith("error: checkpoint-format")) == ("", True)
+
+
+@pytest.mark.usefixtures("typing")
+def test_another_format_is_for_programs_too(capsys):
+    assert run(["verify", "RUN", "-q", "--format", "markdown"]) == 0
+    assert capsys.readouterr().out.startswith("`RUN/iter_0000002` (torch_dist) is valid")

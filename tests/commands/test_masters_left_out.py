@@ -12,7 +12,7 @@ from ckpt_tools import ExportOptions, export_hf, merge_adapter, strip_checkpoint
 from ckpt_tools.cli.app import run
 from ckpt_tools.errors import CorruptCheckpointError, VerificationError
 from ckpt_tools.megatron.keys import bucket_key
-from tests.commands.test_diff_weights import FC2, LLAMA, NAN, ZERO, damaged, filled
+from tests.commands.test_diff import FC2, LLAMA, NAN, ZERO, damaged, filled
 from tests.conftest import fixture_dir
 from tests.damage import copy_of, drop_key, flip_bit, infos_of, keys_with, metadata_of, payload_of
 from tests.megatron.adapter_checkpoints import lora

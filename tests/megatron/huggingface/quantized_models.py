@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.megatron.huggingface.by_rules import DEEPSEEK, LLAMA, directory
-from tests.model.test_packed_kernels import mxfp4, pack
+from tests.model.test_kernels import mxfp4, pack
 
 Tensors = dict[str, torch.Tensor]
 LINEAR = re.compile(r"_proj(?:_with_mqa)?\.weight$")
