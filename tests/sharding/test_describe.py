@@ -9,8 +9,8 @@ from ckpt_tools.megatron.keys import has_expert_axis, stacked_layers
 from ckpt_tools.sharding.parameters import Expert, Part
 from ckpt_tools.sharding.topology import Topology
 from ckpt_tools.sharding.units import LiveTensor, describe, find_units, model_order, number_units
-from tests.benchmarks.bench_sharding import deepseek_v3
 from tests.conftest import fixture_dir
+from tests.synthetic_deepseek import deepseek_v3
 
 MLA_LAYER = [
     "input_layernorm.weight",
