@@ -60,12 +60,42 @@ def test_where_the_disk_is_full(name, places, tmp_path, monkeypatch, capsys):
     status = os.statvfs(tmp_path)
     fields = [field for field in dir(status) if field.startswith("f_")]
     full = namedtuple("Full", fields)(**{f: getattr(status, f) for f in fields} | {"f_bavail": 3})
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "statvfs", lambda _: full)
-        assert run([places.get(word, word) for word in WRITERS[name]]) == 7
-    assert " free, but " in capsys.readouterr().err
+    monkeypatch.setattr(os, "statvfs", lambda _: full)
+    for dry in (["--dry-run"], []):
+        assert run([*(places.get(word, word) for word in WRITERS[name]), *dry]) == 7
+        assert " free, but " in capsys.readouterr().err
+    monkeypatch.undo()
     left = [str(path.relative_to(tmp_path)) for path in tree(tmp_path) if path not in before]
     assert left == []
+
+
+@pytest.mark.parametrize("output", ["", "file://", "s3://", "memory:///"])
+@pytest.mark.parametrize("name", WRITERS)
+def test_where_the_output_has_no_name(name, output, places, tmp_path, monkeypatch, capsys):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    before = os.listdir("/")
+    assert run([{**places, "OUT": output}.get(word, word) for word in WRITERS[name]]) == 2
+    error = capsys.readouterr().err
+    assert ("is empty" if output in ("", "file://") else "does not name a folder") in error
+    assert not os.listdir() and os.listdir("/") == before
+
+
+@pytest.mark.parametrize("store", [False, True], ids=["disk", "store"])
+@pytest.mark.parametrize("name", WRITERS)
+def test_where_the_output_is_taken(name, store, places, memory, capsys):
+    """A dry run says so in the words of the run."""
+    places = {**places, "OUT": "memory://over/runs/out"} if store else places
+    words = [places.get(word, word) for word in WRITERS[name]]
+    if name == "copy all":  # what is there is passed over
+        words.remove("all"), words.remove("--iteration")
+    folder = {"export-hf": "", "import-hf": "release/"}.get(name, "iter_0000002/")
+    Output(places["OUT"], memory).put(f"{folder}mine", b"precious")
+    told = []
+    for dry in (["--dry-run"], []):
+        assert run([*words, *dry]) == 2
+        told.append(capsys.readouterr().err)
+    assert "is not empty" in told[0] and told[0] == told[1]
 
 
 @pytest.mark.parametrize("name", WRITERS)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from math import prod
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -39,15 +40,9 @@ def test_json_accounts_for_every_byte(dp, capsys):
     assert len(found["items"]) == found["item_count"]
     covered: dict[str, int] = {}
     for item in found["items"]:
-        elements = 1
-        for n in item["box"]["size"]:
-            elements *= n
-        covered[item["key"]] = covered.get(item["key"], 0) + elements
+        covered[item["key"]] = covered.get(item["key"], 0) + prod(item["box"]["size"])
     for tensor in found["tensors"]:
-        elements = 1
-        for n in tensor["shape"]:
-            elements *= n
-        assert covered.pop(tensor["key"]) == elements
+        assert covered.pop(tensor["key"]) == prod(tensor["shape"])
     assert covered == {}
     assert sum(found["bytes_by_strategy"].values()) == sum(
         n for tensor in found["tensors"] for n in tensor["strategies"].values()
@@ -153,30 +148,11 @@ def test_the_page_and_the_table_have_one_padding_and_one_memory(tmp_path, capsys
     assert sum(rank["memory"]["padding"] for rank in found["ranks"]) == found["padding_bytes"]
 
 
-MOE = "core019_moe_ep2_fully_reshardable"
-
-
-@pytest.mark.parametrize(
-    ("source", "words", "message"),
-    [
-        (None, ("--world-size", 7, "--dp-shard", 2, "--tp", 2), r"world size 7 is not .*tp 2 x dp_shard 2 = 4"),
-        (None, ("--world-size", 7, "--layout", "fsdp2", "--tp", 2), r"world size 7 is not a multiple of .*tp 2"),
-        (MOE, ("--dp-shard", 3, "--ep", 3), r"linear_fc1\.weight: ep 3 does not divide the layer's 4 experts"),
-        (None, ("--dp-shard", 3, "--ep", 2), "ep 2 x etp 1 = 2 does not divide dp_shard 3"),
-        (None, ("--dp-shard", 2, "--layout", "fsdp2", "--strategy", "optim"), "fsdp2 shards parameters always"),
-        (None, ("--dp-shard", 2, "--outer-strategy", "optim", "--strategy", "0"), "outer_strategy optim"),
-        (None, ("--dp-shard", 2, "--rank", 2), "--rank 2: this layout has ranks 0 to 1"),
-    ],
-)  # fmt: skip
-def test_impossible_topologies_are_refused_with_their_numbers(source, words, message, tmp_path, capsys):
-    path = LLAMA if source is None else fixture_dir(source)
-    assert plan(path, *words) == 2
-    assert re.search(message, capsys.readouterr().err)
-    if "--rank" in words:
-        return
-    assert run(["convert", str(path), str(tmp_path / "out"), "--quiet", *map(str, words)]) == 2
-    assert re.search(message, capsys.readouterr().err)
-    assert not (tmp_path / "out").exists()
+def test_impossible_ranks_are_refused_with_their_numbers(capsys):
+    assert plan(fixture_dir("core019_moe_ep2_fully_reshardable"), "--dp-shard", 3, "--ep", 3) == 2
+    assert "linear_fc1.weight: ep 3 does not divide the layer's 4 experts" in capsys.readouterr().err
+    assert plan(LLAMA, "--dp-shard", 2, "--rank", 2) == 2
+    assert "--rank 2: this layout has ranks 0 to 1" in capsys.readouterr().err
 
 
 def with_names(folder: Path, shapes: dict[str, tuple[int, ...]]) -> Path:

@@ -198,26 +198,6 @@ def test_preflight(capsys):
     assert any(f["fix"] == "drop --use-torch-fsdp2" for c in report["checks"] for f in c["findings"])
 
 
-def test_editing(tmp_path, capsys):
-    root = str(fixture_dir(LLAMA))
-    assert run(["modify-state-dict", root, str(tmp_path / "a"), "--op", "remove _extra_state", "-v"]) == 0
-    assert "removed decoder.layers.mlp.linear_fc1._extra_state/shard_0_2" in capsys.readouterr().out
-    assert run(["modify-state-dict", root, str(tmp_path / "a"), "--op", "remove _extra_state", "-q"]) == 2
-    assert run(["modify-state-dict", root, str(tmp_path / "b"), "-q"]) == 2
-    capsys.readouterr()
-    assert run(["slice", root, str(tmp_path / "c"), "--layers", "0:1", "-q", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tensor_count"] == 36
-    assert run(["verify", str(tmp_path / "c")]) == 0
-    capsys.readouterr()
-    key = "decoder.final_layernorm.weight"
-    assert run(["print-tensor", root, key, "--slice", "0:2", "--stats"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith(f"{key}: bfloat16 [32], 1 chunk\n  elements 2\n")
-    assert run(["print-tensor", root, key, "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["values"]) == 32
-    assert run(["print-tensor", root, "nothing"]) == 5
-
-
 def test_a_manifest_is_as_private_as_the_checkpoint(tmp_path):
     root = copy_of(LLAMA, tmp_path)
     for folder in (root, *root.glob("iter_*")):

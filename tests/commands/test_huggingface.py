@@ -273,26 +273,6 @@ def test_impossible_options(options, error, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_commands(tmp_path, capsys):
-    """As users type it, with a dry run first and a report in JSON."""
-    model("llama", tmp_path / "hf")
-    hf, out, run_dir = (str(tmp_path / name) for name in ("hf", "out", "run"))
-    words = ["import-hf", hf, run_dir, "--to", "fsdp_dtensor", "--no-fresh-optimizer", "-q"]
-    assert run([*words, "--dry-run"]) == 0
-    assert not Path(run_dir).exists()
-    assert run([*words, "--iteration", "5"]) == 0
-    assert (Path(run_dir) / "iter_0000005" / ".metadata").exists()
-    capsys.readouterr()
-    assert (
-        run(["export-hf", run_dir, out, "--json", "-q", "--dtype", "float16", "--max-shard-size", "3KB"]) == 0
-    )
-    report = json.loads(capsys.readouterr().out)
-    assert (report["source_format"], report["output_format"]) == ("fsdp_dtensor", "hf")
-    assert (report["loader"], report["architecture"]) == ("transformers", "LlamaForCausalLM")
-    assert {tensor.dtype for tensor in oracle.model(Path(out)).values()} == {torch.float16}
-    assert run(["export-hf", run_dir, out, "-q"]) == 2  # the output is not empty
-
-
 def test_convert_to_hf_is_export_hf(tmp_path):
     """The same bytes, and the same report but for the place and what was measured."""
     source, reports = str(RUN), []
