@@ -12,7 +12,7 @@ from ckpt_tools import ExportOptions, export_hf, merge_adapter, strip_checkpoint
 from ckpt_tools.cli.app import run
 from ckpt_tools.errors import CorruptCheckpointError, VerificationError
 from ckpt_tools.megatron.keys import bucket_key
-from tests.commands.test_diff import FC2, LLAMA, NAN, ZERO, damaged, filled
+from tests.commands.test_diff import FC2, LLAMA, NAN_BITS, ZERO, damaged, filled
 from tests.conftest import fixture_dir
 from tests.damage import copy_of, drop_key, flip_bit, infos_of, keys_with, metadata_of, payload_of
 from tests.megatron.adapter_checkpoints import lora
@@ -21,7 +21,7 @@ COMMANDS = ["export-hf", "convert --to hf", "strip"]
 BUCKETS = "core016_llama_tp2_dp_reshardable"
 
 
-@pytest.mark.parametrize("element", [ZERO, NAN], ids=["zeros", "nan"])
+@pytest.mark.parametrize("element", [ZERO, NAN_BITS], ids=["zeros", "nan"])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_destroyed_weights_beside_sound_masters_are_refused(command, element, tmp_path, capsys):
     source, out = damaged(tmp_path, element), tmp_path / "out"
@@ -79,7 +79,7 @@ def test_damaged_masters_are_refused_too(tmp_path):
             work(source, tmp_path / "out")
 
 
-@pytest.mark.parametrize("element", [ZERO, NAN], ids=["zeros", "nan"])
+@pytest.mark.parametrize("element", [ZERO, NAN_BITS], ids=["zeros", "nan"])
 @pytest.mark.parametrize("command", [*COMMANDS, "convert --to hf --dtype float32"])
 def test_destroyed_weights_beside_buckets_are_refused(command, element, tmp_path, capsys):
     """Content alone tells which masters are whose, and these masters are nobody's."""
