@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.cli.app import run
-from tests.cli.test_convert import LLAMA
-from tests.cli.test_jobs import NATIVE
+from tests.cli.test_convert import LLAMA, NATIVE
 
 RUN, FSDP = str(LLAMA), str(NATIVE)
 READERS = {

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from ckpt_tools.commands.check.launch import launch, unsaid
-from ckpt_tools.commands.check.preflight import _about, _checks, preflight
+from ckpt_tools.commands.check.preflight import Start, _about, _checks, preflight
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.commands.job.opened import open_checkpoint
@@ -43,6 +43,16 @@ torchrun --nproc-per-node 4 pretrain_gpt.py
 FOUR_RANKS = "--tensor-model-parallel-size 4 --make-vocab-size-divisible-by 8"
 SETTLED = "--override-opt_param-scheduler"
 GOOD = [*_COMMAND.split(), "--load", str(fixture_dir(NATIVE))]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def of_one_program():
+    """What other programs would do (`test_weights_only`) is half of the work."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "ckpt_tools.commands.check.preflight._start", lambda _, program, *__: Start(program, None)
+        )
+        yield
 
 
 def broken(words, name=NATIVE, **options):
