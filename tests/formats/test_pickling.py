@@ -353,3 +353,9 @@ def test_a_memory_format_has_no_state():
     value.state = {}
     with pytest.raises(TypeError, match="where a memory format belongs"):
         check_memory_format(value)
+
+
+def test_a_line_may_cross_the_128_kib_that_the_unpickler_reads_at_a_time():
+    for count in range(65_400, 65_480, 8):  # of numbers, two bytes each
+        values = [1] * count + [collections.OrderedDict(a=1)]
+        assert unpickled(pickle.dumps(values, protocol=2)) == values
