@@ -26,6 +26,7 @@ from ckpt_tools.model.catalog import Catalog, TensorEntry
 from ckpt_tools.model.target import TargetTensor, kept_exactly
 from ckpt_tools.model.views import Source
 from tests.commands import oracle
+from tests.commands.launched import one_rank
 from tests.commands.rewritten import Parts, read, write
 from tests.conftest import DATA
 
@@ -79,15 +80,12 @@ def test_what_no_float16_can_hold_is_refused_by_name(to, tmp_path):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_job_is_not_handed_infinities(tmp_path):
     source = str(write(tmp_path / "source", too_large()))
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-        options = ConvertOptions(target=TargetOptions(weights_only=True, dtype="float16"))
-        with pytest.raises(VerificationError, match=r"linear_fc2\.weight\[3, 5\]: 70000\.0 is too large"):
-            load_dtensors(source, mesh, options=options)
-    finally:
-        torch.distributed.destroy_process_group()
+    options = ConvertOptions(target=TargetOptions(weights_only=True, dtype="float16"))
+    with (
+        one_rank() as mesh,
+        pytest.raises(VerificationError, match=r"fc2\.weight\[3, 5\]: 70000\.0 is too large"),
+    ):
+        load_dtensors(source, mesh, options=options)
 
 
 def test_what_rounding_changes_is_counted(tmp_path):
