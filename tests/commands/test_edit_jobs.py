@@ -35,3 +35,8 @@ def test_a_dry_run_says_what_would_be_written(edit, tmp_path, capsys):
     assert is_sound(tmp_path / "out")
     assert run([*words, "--dry-run"]) == 2  # the output is taken
     assert "--overwrite" in capsys.readouterr().err
+
+
+def test_what_an_edit_removes_is_listed_for_who_asks(tmp_path, capsys):
+    assert run([*words_of(EDITS[0], tmp_path / "out"), "-v"]) == 0
+    assert "removed rng_state/shard_0.0_1.2" in capsys.readouterr().out
