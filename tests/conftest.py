@@ -16,6 +16,9 @@ pytest.register_assert_rewrite("tests.commands.oracle")
 REPO = Path(__file__).resolve().parent.parent
 DATA = REPO / "tests" / "data"
 LLAMA = "core019_llama_tp2_fully_reshardable"  # not packed, as the examples use it
+NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
+MOE = "core019_moe_ep2_fully_reshardable"
+RUN, FSDP = DATA / LLAMA, unpacked(NATIVE)
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60)

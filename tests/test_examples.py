@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 
 import ckpt_tools
-from tests.conftest import DATA, REPO, fixture_dir
+from tests.conftest import FSDP, REPO, RUN, fixture_dir
 from tests.megatron.adapter_checkpoints import lora
 
 SCRIPTS = sorted((REPO / "example-scripts").glob("*.py"))
-RUN = DATA / "core019_llama_tp2_fully_reshardable"
-FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 MOE = fixture_dir("core019_moe_ep2_fully_reshardable")
 
 ADAPTER = "an adapter of RUN"

@@ -10,10 +10,8 @@ import pytest
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.torch_extra import require_torch
-from tests.conftest import DATA, REPO, fixture_dir
+from tests.conftest import FSDP, REPO, RUN
 
-RUN = DATA / "core019_llama_tp2_fully_reshardable"
-FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 ABSENT = 'raise ModuleNotFoundError("No module named \'torch\'", name="torch")\n'
 WAY_OUT = "pip install 'ckpt-tools[torch]'"
 

@@ -18,10 +18,8 @@ from ckpt_tools.cli import app as module
 from ckpt_tools.cli.app import run
 from ckpt_tools.cli.commands import MODULES
 from tests.cli.terminal import program
-from tests.conftest import DATA, REPO, fixture_dir
+from tests.conftest import LLAMA, REPO, RUN, fixture_dir
 from tests.damage import flip_bit, payload_of
-
-LLAMA = "core019_llama_tp2_fully_reshardable"
 
 
 def python(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -188,7 +186,6 @@ def test_a_closed_pipe_changes_no_verdict(words, code, is_closed, tmp_path):
     assert b"Traceback" not in (tmp_path / "err").read_bytes()
 
 
-RUN = DATA / "core019_llama_tp2_fully_reshardable"
 # Looked for when a module is first imported; the signal comes just then.
 PROGRAM = """
 import os, runpy, signal, sys

@@ -28,11 +28,8 @@ from ckpt_tools.verify.report import Finding
 from tests.altered import without_numbers
 from tests.cli.options import OPTIONS
 from tests.cli.terminal import on_a_terminal
-from tests.conftest import DATA, REPO, fixture_dir
+from tests.conftest import DATA, FSDP, REPO, RUN, fixture_dir
 from tests.typed import PLACES, places
-
-RUN = DATA / "core019_llama_tp2_fully_reshardable"
-FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 
 
 @pytest.mark.parametrize(
@@ -572,6 +569,8 @@ def test_a_parameter_is_printed_by_its_name(source, capsys):
     assert "has no momentum, only master, exp_avg, exp_avg_sq" in capsys.readouterr().err or source == RUN
     assert run(["print-tensor", str(source), FC1, "--slice", "0, :2"]) == 0
     assert len(capsys.readouterr().out.splitlines()[1].split(",")) == 2
+    assert run(["print-tensor", str(source), FC1, "--slice", "0, :2", "--stats"]) == 0
+    assert "\n  elements 2\n" in capsys.readouterr().out
 
 
 def test_options_of_megatron_fsdp_choose_its_format(tmp_path, capsys):

@@ -13,9 +13,7 @@ import torch.distributed.checkpoint as dcp
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.look.read_values import json_value
 from ckpt_tools.human import human_bytes
-from tests.conftest import all_checkpoints, fixture_dir
-
-LLAMA = "core019_llama_tp2_fully_reshardable"
+from tests.conftest import LLAMA, all_checkpoints, fixture_dir
 
 
 def path_of(name: str) -> str:

@@ -16,12 +16,10 @@ from ckpt_tools.cli import manual
 from ckpt_tools.cli.app import app, run
 from tests.altered import without_numbers
 from tests.cli.options import OPTIONS
-from tests.conftest import DATA, fixture_dir
+from tests.conftest import FSDP, RUN
 from tests.megatron.adapter_checkpoints import lora
 from tests.megatron.huggingface.vision_language import directory
 
-RUN = DATA / "core019_llama_tp2_fully_reshardable"
-FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 GROUP: Any = typer.main.get_command(app)  # a group of one of Typer's two copies of click
 COMMANDS = {name: GROUP.get_command(None, name) for name in GROUP.list_commands(None)}
 EXAMPLES = [(name, words) for name, page in manual.PAGES.items() for _, words in page.examples]

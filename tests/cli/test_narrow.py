@@ -17,11 +17,9 @@ from ckpt_tools.cli.manual import PAGES
 from ckpt_tools.cli.render import column_widths, fold_cell, fold_command, fold_line
 from ckpt_tools.errors import CorruptCheckpointError
 from tests.cli.terminal import on_a_terminal
-from tests.conftest import DATA, fixture_dir
+from tests.conftest import DATA, FSDP, LLAMA, RUN, fixture_dir
 from tests.damage import ITERATION, copy_of, drop_key, infos_of, keys_with, metadata_of
 
-RUN = DATA / "core019_llama_tp2_fully_reshardable"
-FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 MOE = fixture_dir("core019_moe_ep2_fully_reshardable")
 TABLES = [
     f"ls {RUN}",
@@ -157,7 +155,6 @@ def test_numbers_are_never_torn():
     assert column_widths(columns, cells, 34) is None
 
 
-LLAMA = "core019_llama_tp2_fully_reshardable"
 EVIL = "decoder.evil\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\r\x00.weight"
 COMMANDS = [
     "inspect {root}",

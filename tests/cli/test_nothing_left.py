@@ -17,11 +17,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from ckpt_tools.cli.app import run
 from ckpt_tools.execute.output.local_output import LocalOutput
 from ckpt_tools.execute.run import _Run
-from tests.conftest import DATA, fixture_dir
+from tests.conftest import DATA, FSDP, RUN
 from tests.folders import content
 
-RUN = DATA / "core019_llama_tp2_fully_reshardable"
-FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 Command = tuple[str, ...]
 WRITERS: dict[str, Command] = {
     "convert": ("convert", "RUN", "OUT"),

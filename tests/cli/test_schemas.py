@@ -13,14 +13,12 @@ from ckpt_tools.cli.app import run
 from tests.cli import schema_fields
 from tests.commands.rewritten import saved
 from tests.commands.test_repair import as_nvidias_converter_writes, parts
-from tests.conftest import DATA, fixture_dir
+from tests.conftest import DATA, FSDP, RUN, fixture_dir
 from tests.damage import flip_bit, payload_of
 from tests.megatron.adapter_checkpoints import lora
 
 SCHEMAS = Path(ckpt_tools.__file__).parent / "schemas"
-RUN = DATA / "core019_llama_tp2_fully_reshardable"
 MOE = fixture_dir("core019_moe_ep2_fully_reshardable")
-FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 NORM = "model.module.decoder.final_layernorm.weight"
 
 OUTPUTS = [  # (schema, exit code, words)

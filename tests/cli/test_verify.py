@@ -14,11 +14,9 @@ from ckpt_tools.commands.check import verify_checks
 from ckpt_tools.errors import Interrupted, Terminated
 from ckpt_tools.verify.content import manifest
 from ckpt_tools.verify.report import Check, Finding, Report
-from tests.conftest import DATA, fixture_dir
+from tests.conftest import DATA, LLAMA, NATIVE, fixture_dir
 from tests.damage import ITERATION, copy_of, flip_bit, payload_of
 
-LLAMA = "core019_llama_tp2_fully_reshardable"
-NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
 NORM = "model.module.decoder.final_layernorm.weight"
 
 

@@ -28,9 +28,8 @@ from ckpt_tools.model.views import Source
 from tests.commands import oracle
 from tests.commands.launched import one_rank
 from tests.commands.rewritten import Parts, read, write
-from tests.conftest import DATA
+from tests.conftest import RUN
 
-RUN = DATA / "core019_llama_tp2_fully_reshardable"
 LLAMA = RUN / "iter_0000002"
 LARGE = "decoder.layers.mlp.linear_fc2.weight"
 MASTER = f"optimizer.state.param.{LARGE}"

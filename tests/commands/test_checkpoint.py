@@ -23,14 +23,12 @@ from ckpt_tools.model.box import Box
 from ckpt_tools.model.dtypes import ITEMSIZE
 from ckpt_tools.model.kernels.casts import Array
 from tests.commands import oracle
-from tests.conftest import DATA, fixture_dir
+from tests.conftest import FSDP, RUN, fixture_dir
 from tests.damage import ITERATION
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
-RUN = DATA / "core019_llama_tp2_fully_reshardable"
 MOE = fixture_dir("core019_moe_ep2_fully_reshardable")
-FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 SHAPE = (5, 4, 3)
 
 

@@ -9,10 +9,9 @@ import pytest
 import ckpt_tools
 from ckpt_tools.cli.app import run
 from ckpt_tools.formats.locate.detect import TRACKER, locate
-from tests.conftest import DATA, fixture_dir
+from tests.conftest import DATA, FSDP
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
-FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 WRITERS = [
     "convert {run} {out}", "convert {run} {out} --to torch_dist --target core-0.19",
     "convert {run} {out} --to dcp", "convert {run} {out} --iteration all", "convert {fsdp} {out} --gpus 4",

@@ -45,14 +45,11 @@ from ckpt_tools.verify.compare.differences import (
     weights_not_compared,
 )
 from ckpt_tools.verify.compare.objects import diff_values
-from tests.conftest import fixture_dir
+from tests.conftest import LLAMA, MOE, NATIVE, fixture_dir
 from tests.damage import copy_of, drop_key, infos_of, keys_with, metadata_of, payload_of, replace_chunk
 from tests.folders import root_of
 from tests.synthetic import DcpFolder
 
-LLAMA = "core019_llama_tp2_fully_reshardable"
-NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
-MOE = "core019_moe_ep2_fully_reshardable"
 NORM = "decoder.final_layernorm.weight"
 STATE = "optimizer.state.module.module.module."
 SAME_RUNS = ("args.save", "args.dump_param_to_param_group_map", "args.dist_ckpt_optim_fully_reshardable")

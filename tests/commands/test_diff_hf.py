@@ -13,11 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from ckpt_tools.cli.app import run
 from tests.commands.test_plain_to_hf import Tensors, llama, reference, saved, wrapped
-from tests.conftest import fixture_dir
+from tests.conftest import LLAMA, fixture_dir
 from tests.damage import ITERATION, copy_of, flip_bit, payload_of
 from tests.megatron.huggingface.by_rules import QWEN3_MOE, directory
-
-LLAMA = "core019_llama_tp2_fully_reshardable"
 
 
 def diff(a, b, capsys, *flags):

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.cli.app import run
-from tests.conftest import DATA
+from tests.conftest import RUN
 from tests.folders import is_sound
 
-RUN = DATA / "core019_llama_tp2_fully_reshardable"
 EDITS = (
     "modify-state-dict RUN OUT --op remove^rng",
     "slice RUN OUT --layers 0:1",

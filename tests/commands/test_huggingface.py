@@ -16,11 +16,10 @@ from ckpt_tools.cli.app import run
 from ckpt_tools.errors import MappingError, UsageError
 from tests.commands import oracle
 from tests.commands.made import fsdp, hf
-from tests.conftest import DATA, REPO, fixture_dir
+from tests.conftest import REPO, RUN, fixture_dir
 from tests.folders import content
 from tests.megatron.huggingface.by_rules import DEEPSEEK, LLAMA, QWEN3_MOE, directory
 
-RUN = DATA / "core019_llama_tp2_fully_reshardable"
 GPT_OSS = {
     **LLAMA, "model_type": "gpt_oss", "num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 4,
     "layer_types": ["sliding_attention", "full_attention"], "rope_scaling": {"rope_type": "default"},

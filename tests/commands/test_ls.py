@@ -32,7 +32,6 @@ from tests.pages import parse_page
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
 RUN = "core019_llama_tp2_fully_reshardable"
-MOE = "core019_moe_ep2_fully_reshardable"
 FSDP = "core019_llama_tp2_native_fsdp_dtensor"
 
 

@@ -14,13 +14,12 @@ from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.model.box import Box
 from tests.commands import oracle
 from tests.commands.made import fsdp, hf, stripped, torch_dist
-from tests.conftest import DATA, fixture_dir
+from tests.conftest import RUN, fixture_dir
 from tests.damage import ITERATION
 from tests.folders import is_sound
 from tests.megatron.adapter_checkpoints import FC1, FC2, PROJ, QKV, AdapterFolder, canonical, lora
 from tests.synthetic import DcpFolder
 
-RUN = DATA / "core019_llama_tp2_fully_reshardable"
 HEADS, GROUPS, DIM = 4, 2, 8
 
 

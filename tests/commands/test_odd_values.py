@@ -24,11 +24,9 @@ from ckpt_tools.formats.torch_archive.object_writer import dump_archive
 from ckpt_tools.model.target import TargetObject
 from tests.commands import oracle
 from tests.commands.rewritten import Parts, read, saved, write
-from tests.conftest import fixture_dir
+from tests.conftest import LLAMA, NATIVE, fixture_dir
 from tests.folders import content
 
-LLAMA = "core019_llama_tp2_fully_reshardable"
-NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
 BUCKETS = "core019_llama_dp2_dp_reshardable"
 GROUP = "optimizer.param_to_group_meta.module.module.module.decoder.final_layernorm.weight"
 HUGE = 10**5000  # Python does not even spell it

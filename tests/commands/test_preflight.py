@@ -23,11 +23,10 @@ from ckpt_tools.verify.readiness.facts import Facts, local_norms
 from ckpt_tools.verify.readiness.job import PROGRAMS, VERSIONS, Job, parse_command
 from ckpt_tools.verify.readiness.rules import RULES
 from tests.commands.launched import launch_of
-from tests.conftest import fixture_dir
+from tests.conftest import NATIVE, fixture_dir
 from tests.damage import copy_of, drop_key, metadata_of
 
 LLAMA, EXPERTS = "core019_llama_tp2_fully_reshardable", "core019_moe_ep2_fully_reshardable"
-NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
 MOE = "core019_moe_dp1_native_fsdp_dtensor"
 _COMMAND = """
 torchrun --nproc-per-node 4 pretrain_gpt.py

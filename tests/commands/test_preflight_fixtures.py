@@ -19,7 +19,7 @@ from ckpt_tools.formats.locate.detect import TRACKER
 from ckpt_tools.verify.readiness.facts import Facts
 from ckpt_tools.verify.readiness.job import VERSIONS, Job, flags_of, parse_command
 from tests.commands.launched import launch_of
-from tests.conftest import DATA, all_checkpoints, fixture_dir
+from tests.conftest import DATA, NATIVE, all_checkpoints, fixture_dir
 from tests.damage import copy_of, drop_key, metadata_of
 from tests.folders import root_of
 from tests.megatron.huggingface.by_rules import directory, imported
@@ -165,7 +165,6 @@ def test_rng_states_of_every_stage_are_there_or_none_is_loaded(absent, tmp_path)
 
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
-NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
 MODEL = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
     "swiglu", "normalization", "position_embedding_type", "untie_embeddings_and_output_weights", "num_experts",

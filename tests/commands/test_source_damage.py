@@ -38,7 +38,7 @@ from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.formats.torch_archive.item_reader import find_tensor, record_stretches
 from tests.commands.launched import one_rank
-from tests.conftest import fixture_dir
+from tests.conftest import NATIVE, fixture_dir
 from tests.damage import flip_bit
 from tests.folders import content
 
@@ -84,7 +84,6 @@ def averaged(fixture: str, place: int) -> Command:
 
 
 NATURAL, BUCKETS = "core019_llama_tp2_fully_reshardable", "core019_llama_tp2_dp_reshardable"
-NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
 SHARDED = Layout("mfsdp-v1", Topology(dp_shard=4))
 COMMANDS: dict[str, tuple[str, Command]] = {
     "natural": (NATURAL, to_fsdp()),

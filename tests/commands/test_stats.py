@@ -39,14 +39,13 @@ from ckpt_tools.model.views import Source
 from ckpt_tools.verify.content.values import Change, Statistics
 from tests.altered import scaled
 from tests.commands import oracle
-from tests.conftest import DATA, REPO, fixture_dir
+from tests.conftest import DATA, MOE, REPO, fixture_dir
 from tests.damage import ITERATION, copy_of, payload_of
 from tests.pages import parse_page, parse_svg
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
 RUN = "core019_llama_tp2_fully_reshardable"
-MOE = "core019_moe_ep2_fully_reshardable"
 FSDP = "core019_llama_tp2_native_fsdp_dtensor"
 
 

@@ -22,11 +22,10 @@ from ckpt_tools.commands.convert.version_2 import respelled
 from ckpt_tools.commands.huggingface.import_hf import completed
 from tests.commands import oracle
 from tests.commands.made import iteration_of, place, torch_dist
-from tests.conftest import fixture_dir
+from tests.conftest import LLAMA, fixture_dir
 from tests.folders import is_sound
 
 GPT = "core019_gpt3_tp2_fully_reshardable"
-LLAMA = "core019_llama_tp2_fully_reshardable"
 PEER = Path(os.environ.get("CKPT_TOOLS_PEERS", ""), "megatron_fsdp-0.6.1")
 WORKER = Path(__file__).with_name("version_2_worker.py")
 

@@ -18,9 +18,7 @@ from ckpt_tools.errors import CkptError, CorruptCheckpointError, UnsupportedChec
 from ckpt_tools.formats.locate.detect import iteration_numbers, locate
 from tests.commands import oracle
 from tests.commands.rewritten import read, write
-from tests.conftest import DATA, fixture_dir
-
-LLAMA = "core019_llama_tp2_fully_reshardable"
+from tests.conftest import DATA, LLAMA, fixture_dir
 
 
 @pytest.fixture

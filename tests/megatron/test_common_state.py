@@ -27,9 +27,7 @@ from ckpt_tools.megatron.run_state.stored_values import FLAGS, TEXTS, check_sett
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import declared_layout, optimizer_layout
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.verify.readiness.job import VERSIONS, flags_named
-from tests.conftest import all_checkpoints, fixture_dir
-
-LLAMA = "core019_llama_tp2_fully_reshardable"
+from tests.conftest import LLAMA, all_checkpoints, fixture_dir
 
 
 def read(folder: Path) -> tuple[Catalog, CommonState]:

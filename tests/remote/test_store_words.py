@@ -5,13 +5,11 @@ from collections.abc import Iterator
 import pytest
 
 from ckpt_tools.cli.app import run
-from tests.conftest import DATA
+from tests.conftest import RUN
 from tests.remote.s3 import NONE, Objects, error_of, s3_server
 
 pytest.importorskip("botocore", reason="botocore is not installed")
 pytest.importorskip("moto.server", reason="moto's server is not installed")
-
-RUN = DATA / "core019_llama_tp2_fully_reshardable"
 
 
 @pytest.fixture(scope="module")

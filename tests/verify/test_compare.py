@@ -24,7 +24,7 @@ from ckpt_tools.model.kernels.casts import float32_to_bfloat16, raw_dtype
 from ckpt_tools.verify.compare.arrays import Comparison, Extremes, Tolerance, to_float64, ulp_distance
 from ckpt_tools.verify.compare.differences import DiffOptions
 from ckpt_tools.verify.compare.objects import diff_values
-from tests.conftest import fixture_dir
+from tests.conftest import LLAMA, fixture_dir
 from tests.damage import copy_of, drop_key, metadata_of
 
 WIDTHS: dict[str, Any] = {"bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
@@ -248,7 +248,6 @@ def test_every_byte_has_a_say(count):
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 MODULE = "megatron.core.made_up"
-LLAMA = "core019_llama_tp2_fully_reshardable"
 
 
 class Items(list):

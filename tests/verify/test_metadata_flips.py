@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckpt_tools.commands.check.verify import verify_checkpoint
 from ckpt_tools.errors import CkptError
+from tests.conftest import LLAMA, MOE, NATIVE
 from tests.damage import ITERATION, copy_of, errors_of, metadata_of
 
 pytestmark = [
@@ -19,9 +20,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TypedStorage is:UserWarning"),
 ]
 FLIPS = int(os.environ.get("CKPT_TOOLS_FLIPS", "50"))  # of each file; more by hand
-LLAMA = "core019_llama_tp2_fully_reshardable"
-NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
-MOE = "core019_moe_ep2_fully_reshardable"
 WITH_PLANS = "main_moe_fr_ep2"  # all_local_plans: what every rank wrote
 
 

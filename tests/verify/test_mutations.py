@@ -15,7 +15,7 @@ from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
 from ckpt_tools.megatron.format import Weight
 from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.verify.checkpoint import meaning
-from tests.conftest import all_checkpoints, fixture_dir
+from tests.conftest import LLAMA, MOE, NATIVE, all_checkpoints, fixture_dir
 from tests.damage import (
     ITERATION,
     copy_of,
@@ -32,9 +32,6 @@ from tests.damage import (
 )
 
 FLIPS = int(os.environ.get("CKPT_TOOLS_FLIPS", "15"))  # more by hand
-LLAMA = "core019_llama_tp2_fully_reshardable"
-NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
-MOE = "core019_moe_ep2_fully_reshardable"
 NATIVE_MOE = "core019_moe_dp1_native_fsdp_dtensor"
 FC2 = "decoder.layers.mlp.linear_fc2.weight"
 NORM = "decoder.final_layernorm.weight"

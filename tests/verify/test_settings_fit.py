@@ -28,7 +28,7 @@ from ckpt_tools.verify.checkpoint.counters import _contradictions, _is_count, _o
 from ckpt_tools.verify.checkpoint.meaning import has_step
 from ckpt_tools.verify.readiness.model_rules import check_settings
 from tests.commands import oracle
-from tests.conftest import fixture_dir
+from tests.conftest import LLAMA, NATIVE, fixture_dir
 from tests.damage import (
     ITERATION,
     copy_of,
@@ -42,7 +42,6 @@ from tests.damage import (
     replace_chunk,
 )
 
-LLAMA, NATIVE = "core019_llama_tp2_fully_reshardable", "core019_llama_tp2_native_fsdp_dtensor"
 MOE, NATIVE_MOE = "core019_moe_ep2_fully_reshardable", "core019_moe_dp1_native_fsdp_dtensor"
 MLA, GPT, BRIDGE = "main_mla_mtp_moe_fr_tp2", "core019_gpt3_tp2_fully_reshardable", "bridge_dense_fr_tp2_dp2"
 

@@ -29,14 +29,13 @@ from ckpt_tools.megatron.huggingface.lora.peft import PeftSettings, read_peft_se
 from ckpt_tools.megatron.huggingface.mapping.rules import SMALLEST
 from ckpt_tools.model.catalog import Catalog, TensorEntry
 from tests.commands.test_huggingface import GPT2
-from tests.conftest import DATA
+from tests.conftest import RUN
 from tests.megatron.adapter_checkpoints import FC1, FC2, PROJ, QKV, AdapterFolder, canonical, lora
 from tests.megatron.huggingface.by_rules import LLAMA, QWEN3_MOE, Arrays, directory
 from tests.megatron.huggingface.quantized_models import fp8_blocks
 
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 3}
 Q = "model.layers.0.self_attn.q_proj"
-RUN = DATA / "core019_llama_tp2_fully_reshardable"
 
 
 def numbers(seed: int, *shape: int) -> Any:
