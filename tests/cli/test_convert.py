@@ -30,6 +30,8 @@ def convert(*words: object) -> int:
 
 
 def test_a_root_becomes_a_root_ready_for_load(tmp_path):
+    assert convert(LLAMA, tmp_path / "out", "--dry-run") == 0
+    assert os.listdir(tmp_path) == []
     assert convert(LLAMA, tmp_path / "out") == 0
     assert sorted(os.listdir(tmp_path / "out")) == [ITERATION, "latest_checkpointed_iteration.txt"]
     assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "2"

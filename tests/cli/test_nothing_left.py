@@ -17,7 +17,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from ckpt_tools.cli.app import run
 from ckpt_tools.execute.output.local_output import LocalOutput
 from ckpt_tools.execute.run import _Run
-from tests.conftest import DATA, FSDP, RUN
+from tests.commands.made import hf
+from tests.conftest import FSDP, LLAMA, RUN
 from tests.folders import content
 
 Command = tuple[str, ...]
@@ -42,7 +43,7 @@ def places(tmp_path: Path) -> dict[str, str]:
     """Sources, and an output two folders below one that is there."""
     for name, source in (("RUN", RUN), ("FSDP", FSDP)):
         shutil.copytree(source, tmp_path / name)
-    assert run(["export-hf", str(RUN), str(tmp_path / "HF"), "-q"]) == 0
+    shutil.copytree(hf(LLAMA), tmp_path / "HF")
     return {name: str(tmp_path / name) for name in ("RUN", "FSDP", "HF")} | {
         "OUT": str(tmp_path / "new/runs/out")
     }
@@ -67,8 +68,10 @@ def test_where_the_disk_is_full(name, places, tmp_path, monkeypatch, capsys):
     assert left == []
 
 
-@pytest.mark.parametrize("output", ["", "file://", "s3://", "memory:///"])
-@pytest.mark.parametrize("name", WRITERS)
+NAMELESS = [(name, output) for name in WRITERS for output in ("", "s3://")]
+
+
+@pytest.mark.parametrize(("name", "output"), [*NAMELESS, ("convert", "file://"), ("convert", "memory:///")])
 def test_where_the_output_has_no_name(name, output, places, tmp_path, monkeypatch, capsys):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -287,7 +290,6 @@ def test_what_is_not_a_file_is_never_replaced(kind, places, tmp_path, capsys):
     assert odd.name in os.listdir(out)
 
 
-LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
 ITERATION = "iter_0000002"
 
 
@@ -299,7 +301,7 @@ def names_below(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-@pytest.mark.parametrize("source", [LLAMA, LLAMA / ITERATION], ids=["root", "iteration"])
+@pytest.mark.parametrize("source", [RUN, RUN / ITERATION], ids=["root", "iteration"])
 @pytest.mark.parametrize("output", ["file", "file/below", "file/further/below", "dangling", "full"])
 def test_what_stands_in_the_way_is_refused_and_left_alone(tmp_path, capsys, source, output):
     (tmp_path / "file").write_text("precious")
@@ -315,8 +317,8 @@ def test_what_stands_in_the_way_is_refused_and_left_alone(tmp_path, capsys, sour
 
 @pytest.mark.parametrize("output", ["bare", ITERATION, "root"])
 def test_a_folder_that_no_job_finds_is_said_to_be_one(tmp_path, capsys, output):
-    copytree(LLAMA / ITERATION, tmp_path / "source")
-    source = tmp_path / "source" if output == "bare" else LLAMA if output == "root" else LLAMA / ITERATION
+    copytree(RUN / ITERATION, tmp_path / "source")
+    source = tmp_path / "source" if output == "bare" else RUN if output == "root" else RUN / ITERATION
     assert run(["convert", str(source), str(tmp_path / output)]) == 0
     assert ("no job finds this folder" in capsys.readouterr().out) == (output == "bare")
 
@@ -324,11 +326,11 @@ def test_a_folder_that_no_job_finds_is_said_to_be_one(tmp_path, capsys, output):
 def test_a_mount_point_is_refused_before_the_work(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Path, "is_mount", lambda path: path.parent == tmp_path)
     (tmp_path / ITERATION).mkdir()
-    assert convert(LLAMA / ITERATION, tmp_path / ITERATION) == 2
+    assert convert(RUN / ITERATION, tmp_path / ITERATION) == 2
     assert "mount point" in capsys.readouterr().err
     assert names_below(tmp_path) == [ITERATION]
     (tmp_path / "run").mkdir()
-    assert convert(LLAMA, tmp_path / "run") == 0  # the iteration lies inside it
+    assert convert(RUN, tmp_path / "run") == 0  # the iteration lies inside it
 
 
 @pytest.mark.parametrize("output", [".", "../here", "../here/", "../here/.", "deeper/.."])
@@ -336,11 +338,11 @@ def test_spellings_of_the_current_directory(tmp_path, monkeypatch, output):
     here = tmp_path / "here"
     (here / "deeper").mkdir(parents=True)
     monkeypatch.chdir(here)
-    assert convert(LLAMA, output) == 0
+    assert convert(RUN, output) == 0
     assert sorted(os.listdir(here)) == ["deeper", ITERATION, "latest_checkpointed_iteration.txt"]
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    assert convert(LLAMA / ITERATION, ".") == 0
+    assert convert(RUN / ITERATION, ".") == 0
     assert sorted(os.listdir(tmp_path / "empty")) == [ITERATION, "latest_checkpointed_iteration.txt"]
     assert sorted(os.listdir(tmp_path)) == ["empty", "here"]
 
@@ -354,12 +356,12 @@ def test_files_that_appear_in_the_output_meanwhile_are_kept(tmp_path, monkeypatc
         (output.final / "precious").write_text("precious")
 
     monkeypatch.setattr(LocalOutput, "create_files", and_then_another_program)
-    assert convert(LLAMA / ITERATION, tmp_path / ITERATION) == 7
+    assert convert(RUN / ITERATION, tmp_path / ITERATION) == 7
     assert f"{tmp_path}/{ITERATION}" in capsys.readouterr().err
     assert os.listdir(tmp_path / ITERATION) == ["precious"]
     (tmp_path / ITERATION / "precious").unlink()
     monkeypatch.undo()
-    assert convert(LLAMA / ITERATION, tmp_path / ITERATION, "--resume") == 0
+    assert convert(RUN / ITERATION, tmp_path / ITERATION, "--resume") == 0
     assert sorted(os.listdir(tmp_path)) == [ITERATION]
 
 
@@ -378,7 +380,7 @@ def test_files_that_appear_in_the_output_meanwhile_are_kept(tmp_path, monkeypatc
     ids=lambda words: f"{words[0]} {words[-1]}",
 )
 def test_a_report_never_replaces_a_file_of_a_checkpoint_or_any_other(tmp_path, words, capsys):
-    root = copytree(LLAMA, tmp_path / "run")
+    root = copytree(RUN, tmp_path / "run")
     (tmp_path / "script.sh").write_text("#!/bin/sh")
     (tmp_path / "old.json").write_text("{}")
     files = [
@@ -399,7 +401,7 @@ def test_a_report_never_replaces_a_file_of_a_checkpoint_or_any_other(tmp_path, w
 @pytest.mark.parametrize("words", [("convert",), ("copy",)])
 def test_links_that_lead_in_a_circle(tmp_path, capsys, words):
     (tmp_path / "circle").symlink_to("circle")
-    assert run([words[0], str(LLAMA), str(tmp_path / "circle"), *words[1:]]) in (2, 7)
+    assert run([words[0], str(RUN), str(tmp_path / "circle"), *words[1:]]) in (2, 7)
     assert run([words[0], str(tmp_path / "circle"), str(tmp_path / "out"), *words[1:]]) in (3, 7)
     shown = capsys.readouterr().err
     assert "Traceback" not in shown
