@@ -55,6 +55,7 @@ def in_this_process(script: Path, words: list[str]) -> object:
 @pytest.mark.parametrize("name", CASES)
 def test_example(name, tmp_path, capfd):
     arguments, code, said = CASES[name]
+    found: object
     arguments = [lora().save(tmp_path / "lora") if word is ADAPTER else word for word in arguments]
     words = [str(tmp_path / str(word)) if isinstance(word, int) else str(word) for word in arguments]
     script = REPO / "example-scripts" / f"{name}.py"
