@@ -20,7 +20,6 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return places(tmp_path_factory.mktemp("typed") / "places")
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.load of one process says so
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
 def test_a_document_can_be_typed_from_top_to_bottom(page, ready, tmp_path, monkeypatch, capsys):
     for name in PLACES:

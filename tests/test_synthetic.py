@@ -3,7 +3,6 @@
 from math import prod
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
@@ -21,7 +20,6 @@ from tests.synthetic import LAYOUTS, Llama, write_llama
 from tests.synthetic_deepseek import stored_weights, write_metadata
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_stock_dcp_reads_it_and_masters_round_to_weights(tmp_path):
     write_llama(tmp_path / "iter", gib=0.01)
     files = open_files(str(tmp_path / "iter"))

@@ -561,7 +561,6 @@ def test_what_is_converted_already_stays_and_the_tracker_with_it(tmp_path, capsy
     assert (out / "iter_0000004").stat().st_ino != inode
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 def test_plain_state_dicts_that_are_laid_out_already_are_passed_over_too(tmp_path, capsys):
     """Without --to they stay what they are, and are looked for as that."""
     source = tmp_path / "in"

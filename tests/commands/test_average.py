@@ -31,8 +31,6 @@ from tests.conftest import DATA, MOE, fixture_dir
 from tests.damage import ITERATION, copy_of, drop_key, flip_bit, metadata_of, payload_of
 from tests.folders import is_sound
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
-
 RUN = "core019_llama_tp2_fully_reshardable"
 FSDP = "core019_llama_tp2_native_fsdp_dtensor"
 SHARES = (0.5, 0.3, 0.2)

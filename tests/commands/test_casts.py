@@ -76,7 +76,6 @@ def test_what_no_float16_can_hold_is_refused_by_name(to, tmp_path):
     assert not out.exists() or not any(path.is_file() for path in out.rglob("*"))
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_job_is_not_handed_infinities(tmp_path):
     source = str(write(tmp_path / "source", too_large()))
     options = ConvertOptions(target=TargetOptions(weights_only=True, dtype="float16"))

@@ -26,8 +26,6 @@ from tests.commands import oracle
 from tests.conftest import FSDP, RUN, fixture_dir
 from tests.damage import ITERATION
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
-
 MOE = fixture_dir("core019_moe_ep2_fully_reshardable")
 SHAPE = (5, 4, 3)
 

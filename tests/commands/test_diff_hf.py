@@ -254,8 +254,6 @@ def test_headers_read_no_payload(tmp_path, capsys, monkeypatch):
     assert diff(fixture_dir("core019_moe_ep2_fully_reshardable"), model, capsys, "--headers")[0] == 1
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 Make = Callable[[Tensors], dict[str, Any]]
 SAID = "are one model's"
 

@@ -29,8 +29,6 @@ from tests.conftest import DATA, fixture_dir
 from tests.damage import ITERATION
 from tests.pages import parse_page
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
-
 RUN = "core019_llama_tp2_fully_reshardable"
 FSDP = "core019_llama_tp2_native_fsdp_dtensor"
 

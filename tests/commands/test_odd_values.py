@@ -205,7 +205,6 @@ def test_metadata_of_torch_2_15_converts_as_that_of_an_older_one(words, user_cas
     assert run(["verify", str(newer), "--content"]) == 0
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 ODD_OBJECTS = {
     "array": np.arange(6, dtype=np.int16).reshape(2, 3),
     "number": np.float32(1.5),

@@ -13,8 +13,6 @@ from safetensors.torch import save_file
 from ckpt_tools.cli.app import run
 from tests.commands import oracle
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 24, "hidden_size": 8,
     "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

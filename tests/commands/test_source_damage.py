@@ -256,7 +256,6 @@ def test_safetensors_carry_no_checksums_which_is_said(tmp_path):
     assert written.payloads_without_checksum == len(read_safetensors_catalog(str(tmp_path / "hf")).tensors)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_rank_proves_what_it_reads_whole(tmp_path):
     source = copy_of(NATIVE, tmp_path / "in")
     key, path, offset, nbytes = next(p for p in payloads(source) if "exp_avg" in p[0])

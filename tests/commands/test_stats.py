@@ -43,8 +43,6 @@ from tests.conftest import DATA, MOE, REPO, fixture_dir
 from tests.damage import ITERATION, copy_of, payload_of
 from tests.pages import parse_page, parse_svg
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
-
 RUN = "core019_llama_tp2_fully_reshardable"
 FSDP = "core019_llama_tp2_native_fsdp_dtensor"
 

@@ -24,8 +24,6 @@ from tests.commands import oracle
 from tests.commands.launched import torchrun
 from tests.conftest import DATA, fixture_dir
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
 MOE = fixture_dir("core019_moe_ep2_fully_reshardable")
 NATIVE = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")

@@ -556,7 +556,6 @@ def put_dcp(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_slimes_model_is_in_a_folder_of_the_iteration(tmp_path, capsys):
     root = tmp_path / "run"
     for number in (2, 3):
@@ -578,7 +577,6 @@ def test_slimes_model_is_in_a_folder_of_the_iteration(tmp_path, capsys):
     )
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_of_torchtitans_steps_the_latest_whole_one_is_taken_and_named(tmp_path):
     root = tmp_path / "checkpoint"
     put_dcp(root / "step-5")
@@ -663,7 +661,6 @@ def test_a_run_of_nemo_rl(user_cases, capsys):
     assert "not a whole checkpoint" not in capsys.readouterr().out
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_other_forms_of_nemo_rl(tmp_path):
     (tmp_path / "tmp_step_1").mkdir()
     with pytest.raises(

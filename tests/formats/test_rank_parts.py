@@ -81,7 +81,6 @@ GRIDS: list[dict[str, Cuts]] = [
 
 
 @pytest.mark.parametrize("cuts", GRIDS, ids=range(len(GRIDS)))
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_parts_make_the_tensors_that_torch_reads(cuts, tmp_path):
     write_parts(tmp_path, ARRAYS, cuts)
     ours = loaded(tmp_path)

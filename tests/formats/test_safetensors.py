@@ -125,7 +125,6 @@ def test_files_beside_the_index_are_not_read(tmp_path):
         assert unread_files(files) == ("consolidated.safetensors", "extra.safetensors")
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_torch_writes_in_parts_is_read(tmp_path):
     """A model of one process; joined by torch it is the same. How parts of several come together: test_rank_parts."""
     parts, joined = tmp_path / "parts", tmp_path / "joined"

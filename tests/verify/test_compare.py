@@ -246,7 +246,6 @@ def test_every_byte_has_a_say(count):
     assert comparison.found == Extremes()
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 MODULE = "megatron.core.made_up"
 
 

@@ -49,7 +49,6 @@ from tests.damage import (
 )
 from tests.synthetic import DcpFolder
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 NATIVE, LLAMA = "core019_llama_tp2_native_fsdp_dtensor", "core019_llama_tp2_fully_reshardable"
 FLOATING = [name for name in ITEMSIZE if name.startswith(("float", "bfloat", "complex"))]
 

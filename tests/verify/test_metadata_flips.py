@@ -16,7 +16,6 @@ from tests.conftest import LLAMA, MOE, NATIVE
 from tests.damage import ITERATION, copy_of, errors_of, metadata_of
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
     pytest.mark.filterwarnings("ignore:TypedStorage is:UserWarning"),
 ]
 FLIPS = int(os.environ.get("CKPT_TOOLS_FLIPS", "50"))  # of each file; more by hand
