@@ -15,9 +15,7 @@ from ckpt_tools.errors import CkptError
 from tests.conftest import LLAMA, MOE, NATIVE
 from tests.damage import ITERATION, copy_of, errors_of, metadata_of
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:TypedStorage is:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is:UserWarning")
 FLIPS = int(os.environ.get("CKPT_TOOLS_FLIPS", "50"))  # of each file; more by hand
 WITH_PLANS = "main_moe_fr_ep2"  # all_local_plans: what every rank wrote
 
