@@ -1,7 +1,5 @@
 """Copies of real checkpoints with other numbers, as another step of the same job would have them."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Mapping

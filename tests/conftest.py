@@ -1,7 +1,5 @@
 """Where tests find real checkpoints, and what may skip."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Generator
@@ -18,6 +16,9 @@ pytest.register_assert_rewrite("tests.commands.oracle")
 REPO = Path(__file__).resolve().parent.parent
 DATA = REPO / "tests" / "data"
 LLAMA = "core019_llama_tp2_fully_reshardable"  # not packed, as the examples use it
+NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
+MOE = "core019_moe_ep2_fully_reshardable"
+RUN, FSDP = DATA / LLAMA, unpacked(NATIVE)
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60)
@@ -63,3 +64,21 @@ def _is_run(path: Path) -> bool:
 def fixture_dir(name: str) -> Path:
     """The folder of a real checkpoint of tests/data, packed or not."""
     return DATA / name if name == LLAMA else unpacked(name)
+
+
+@pytest.fixture(scope="session")
+def cases() -> Path:
+    """Small inputs that once went wrong, a folder each."""
+    return unpacked("cases")
+
+
+@pytest.fixture(scope="session")
+def user_cases() -> Path:
+    """Those that users met."""
+    return unpacked("user_cases")
+
+
+@pytest.fixture(scope="session")
+def sharded() -> Path:
+    """What `fully_shard` saved: `titan`, `app`, `numbered`, `truth.pt` (`tests.megatron.dcp.sharded_model`)."""
+    return unpacked("fully_shard")

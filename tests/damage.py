@@ -1,7 +1,5 @@
 """Copies of real checkpoints, damaged in one known way, and what `verify` says of them."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 from contextlib import contextmanager

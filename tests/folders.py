@@ -1,7 +1,5 @@
 """What tests ask of a folder with a checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from ckpt_tools import VerifyOptions, verify_checkpoint

@@ -1,7 +1,5 @@
 """Every page and drawing must be well formed and one file that loads nothing."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree as Xml

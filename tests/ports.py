@@ -1,7 +1,5 @@
 """Ports for servers that another process starts a moment later."""
 
-from __future__ import annotations
-
 import random
 import socket
 

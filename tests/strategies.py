@@ -1,7 +1,5 @@
 """Hypothesis strategies for boxes, tilings, views and element types, shared by all property tests."""
 
-from __future__ import annotations
-
 import math
 
 from hypothesis import strategies as st

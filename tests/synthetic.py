@@ -6,8 +6,6 @@ optimizer states lie: with their weights (`fully_reshardable`), flattened (`full
 (`dp_reshardable`). `tests/test_synthetic.py` reads them all.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -62,7 +60,7 @@ class DcpFolder:
         file, offset, _ = self._append(data, 0)
         self._blobs.append(OutputBlob(key, None, file, offset, data))
 
-    def join(self, other: DcpFolder) -> None:
+    def join(self, other: "DcpFolder") -> None:
         """Add what another process has put into other files of the folder."""
         assert not self._sizes.keys() & other._sizes.keys()
         self._sizes |= other._sizes

@@ -5,8 +5,6 @@
 planning reads. Nothing can be read from the files that it names.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
@@ -19,11 +17,58 @@ from ckpt_tools.formats.torch_archive.zip_archive import ALIGNMENT
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.transfers import OutputItem, Plan, TensorInfo
-from tests.benchmarks.bench_sharding import EXPERTS, HIDDEN, deepseek_v3
+from ckpt_tools.sharding.units import LiveTensor
 from tests.strategies import Shape
 
 WRITERS, TP = 256, 8
+HIDDEN, HEADS, Q_LORA, KV_LORA, ROPE, HEAD = 7168, 128, 1536, 512, 64, 128
+DENSE_FFN, EXPERT_FFN, EXPERTS, DENSE_LAYERS, VOCAB = 18432, 2048, 256, 3, 129280
 _EXPERT = re.compile(r"(?P<head>.*\.experts\.)(?P<leaf>linear_fc\d\.weight)(?P<number>\d+)")
+
+
+def deepseek_v3(layers: int = 61) -> list[LiveTensor]:
+    """Live tensors of DeepSeek-V3 with one multi-token-prediction layer, from its public config.json."""
+    tensors = [_t("embedding.word_embeddings.weight", VOCAB, HIDDEN)]
+    for n in range(layers):
+        tensors += _layer(f"decoder.layers.{n}", dense=n < DENSE_LAYERS)
+    mtp = "mtp.layers.0"
+    tensors += [_t(f"{mtp}.{norm}.weight", HIDDEN) for norm in ("enorm", "hnorm", "final_layernorm")]
+    tensors += [
+        _t(f"{mtp}.eh_proj.weight", HIDDEN, 2 * HIDDEN),
+        *_layer(f"{mtp}.transformer_layer", dense=False),
+    ]
+    return [
+        *tensors,
+        _t("decoder.final_layernorm.weight", HIDDEN),
+        _t("output_layer.weight", VOCAB, HIDDEN),
+    ]
+
+
+def _t(name: str, *shape: int, gated: bool = False) -> LiveTensor:
+    return LiveTensor(name, shape, "bfloat16", gated)
+
+
+def _layer(at: str, dense: bool) -> Iterator[LiveTensor]:
+    yield _t(f"{at}.input_layernorm.weight", HIDDEN)
+    yield _t(f"{at}.self_attention.linear_proj.weight", HIDDEN, HEADS * HEAD)
+    yield _t(f"{at}.self_attention.linear_q_down_proj.weight", Q_LORA, HIDDEN)
+    yield _t(f"{at}.self_attention.linear_q_up_proj.weight", HEADS * (HEAD + ROPE), Q_LORA)
+    yield _t(f"{at}.self_attention.linear_kv_down_proj.weight", KV_LORA + ROPE, HIDDEN)
+    yield _t(f"{at}.self_attention.linear_kv_up_proj.weight", HEADS * 2 * HEAD, KV_LORA)
+    yield _t(f"{at}.self_attention.q_layernorm.weight", Q_LORA)
+    yield _t(f"{at}.self_attention.kv_layernorm.weight", KV_LORA)
+    yield _t(f"{at}.pre_mlp_layernorm.weight", HIDDEN)
+    if dense:
+        yield _t(f"{at}.mlp.linear_fc1.weight", 2 * DENSE_FFN, HIDDEN, gated=True)
+        yield _t(f"{at}.mlp.linear_fc2.weight", HIDDEN, DENSE_FFN)
+        return
+    yield _t(f"{at}.mlp.router.weight", EXPERTS, HIDDEN)
+    yield LiveTensor(f"{at}.mlp.router.expert_bias", (EXPERTS,), "float32", buffer=True)
+    for e in range(EXPERTS):
+        yield _t(f"{at}.mlp.experts.linear_fc1.weight{e}", 2 * EXPERT_FFN, HIDDEN, gated=True)
+        yield _t(f"{at}.mlp.experts.linear_fc2.weight{e}", HIDDEN, EXPERT_FFN)
+    yield _t(f"{at}.mlp.shared_experts.linear_fc1.weight", 2 * EXPERT_FFN, HIDDEN, gated=True)
+    yield _t(f"{at}.mlp.shared_experts.linear_fc2.weight", HIDDEN, EXPERT_FFN)
 
 
 def stored_weights(layers: int) -> dict[str, tuple[str, Shape]]:

@@ -1,7 +1,5 @@
 """Credentials in URLs reach the driver and nothing else."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Iterator
@@ -36,7 +34,7 @@ def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (f"http://me:{SECRET}@[::1]:80/run", "http://[::1]:80/run"),
     ],
 )
-def test_what_is_hidden_comes_back_for_the_driver(given: str, shown: str) -> None:
+def test_what_is_hidden_comes_back_for_the_driver(given, shown):
     password = f"p@{SECRET}" if "p@" in given else SECRET
     assert hidden(given) == shown
     assert hidden(shown) == shown
@@ -52,7 +50,7 @@ def test_what_is_hidden_comes_back_for_the_driver(given: str, shown: str) -> Non
     ["/a/b@c", "a:b@c", "s3://bucket/a@b:c?d", "abfs://box@account.dfs.core.windows.net/x", "sftp://me@host/x",
      "memory://a::b", "s3://arn:aws:s3:us-west-2:1:accesspoint/p/x", "--flag=x", "iter_*", "hdfs://node:9000/x"],
 )  # fmt: skip
-def test_what_holds_no_secret_stays(plain: str) -> None:
+def test_what_holds_no_secret_stays(plain):
     assert hidden(plain) == plain
     assert revealed(plain) == plain
 
@@ -72,9 +70,7 @@ def test_what_holds_no_secret_stays(plain: str) -> None:
 @pytest.mark.parametrize(
     "command", ["inspect", "verify", "diff", "convert", "plan", "export-hf", "preflight"]
 )
-def test_what_no_driver_takes_is_refused_without_being_shown(
-    wrong: str, command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_no_driver_takes_is_refused_without_being_shown(wrong, command, capsys):
     for words in ([command, wrong], [command, "memory://nothing", wrong], [command, wrong, "more", "words"]):
         assert run(words) == 2
         shown = capsys.readouterr()
@@ -84,7 +80,7 @@ def test_what_no_driver_takes_is_refused_without_being_shown(
     assert SECRET not in str(caught.value)
 
 
-def test_two_credentials_for_one_place() -> None:
+def test_two_credentials_for_one_place():
     hidden("https://a:11111@host/x")
     with pytest.raises(UsageError, match="two different credentials"):
         hidden("https://a:22222@host/x")
@@ -100,14 +96,14 @@ def test_two_credentials_for_one_place() -> None:
         f"proxy socks5://:{SECRET}@proxy:1080",
     ],
 )
-def test_texts_of_others_and_every_error_of_ours(text: str) -> None:
+def test_texts_of_others_and_every_error_of_ours(text):
     assert SECRET not in redacted(text)
     for error in (StorageError(text), UsageError(f"{text}: x"), pickle.loads(pickle.dumps(CkptError(text)))):
         assert SECRET not in str(error)
         assert SECRET not in repr(json.dumps([str(error)]))
 
 
-def test_innocent_texts_stay() -> None:
+def test_innocent_texts_stay():
     for text in (
         "a?key",
         "s3://b/x: reading bytes 0..3",
@@ -118,7 +114,7 @@ def test_innocent_texts_stay() -> None:
         assert redacted(text) == text
 
 
-def test_a_crash_shows_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_crash_shows_none(monkeypatch, capsys):
     from ckpt_tools.formats.storage import object_store as store
 
     def crash(*_args: object) -> None:

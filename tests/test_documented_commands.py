@@ -1,7 +1,5 @@
 """Every command line in the documents runs and ends as they say, every output that they show is printed."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -22,15 +20,8 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return places(tmp_path_factory.mktemp("typed") / "places")
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.load of one process says so
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
-def test_a_document_can_be_typed_from_top_to_bottom(
-    page: Path,
-    ready: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_document_can_be_typed_from_top_to_bottom(page, ready, tmp_path, monkeypatch, capsys):
     for name in PLACES:
         (tmp_path / name).symlink_to(ready / name)
     monkeypatch.chdir(tmp_path)
@@ -43,7 +34,7 @@ def test_a_document_can_be_typed_from_top_to_bottom(
         reader.close()
 
 
-def test_the_convention_is_read_as_it_is_written() -> None:
+def test_the_convention_is_read_as_it_is_written():
     """Otherwise a line could pass because nothing ran it."""
     text = "a\n```bash\nx one \\\n  two   # why; exit code 3\n# a remark\n```\n```yaml\nz\n```\n```text\nsaid\n```\n"
     first, second = steps(text)
@@ -51,7 +42,7 @@ def test_the_convention_is_read_as_it_is_written() -> None:
     assert list(typed(first.body)) == [("x one two", 3)]
 
 
-def test_every_line_of_another_program_that_is_allowed_is_there() -> None:
+def test_every_line_of_another_program_that_is_allowed_is_there():
     lines = [line for page in PAGES for step in steps(page.read_text()) if step.kind == "bash"
              for line, _ in typed(step.body)]  # fmt: skip
     assert not [known for known in ELSEWHERE if not any(re.match(known, line) for line in lines)]
@@ -69,9 +60,7 @@ def test_every_line_of_another_program_that_is_allowed_is_there() -> None:
     ],
     ids=["command fails", "other exit code", "other program", "not printed", "other order", "python"],
 )
-def test_a_document_that_is_wrong_is_found(
-    block: str, ready: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_document_that_is_wrong_is_found(block, ready, monkeypatch, capsys):
     monkeypatch.chdir(ready)
     reader = Reader(capsys)
     with pytest.raises(AssertionError):

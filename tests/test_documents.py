@@ -1,7 +1,5 @@
 """The documents are true where a program can check: commands, options, links, file names, numbers, messages."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex
@@ -59,7 +57,7 @@ def _commands(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
-def test_commands_and_their_options_exist(document: Path) -> None:
+def test_commands_and_their_options_exist(document):
     for command, *words in _commands(document.read_text()):
         assert command in manual.PAGES, command
         own = words[: words.index("--")] if "--" in words else words
@@ -72,7 +70,7 @@ def test_commands_and_their_options_exist(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
-def test_options_in_the_text_exist(document: Path) -> None:
+def test_options_in_the_text_exist(document):
     """Options of this program, or of Megatron and other tools where the text is about them."""
     ours = {option for options in OPTIONS.values() for option in options.split()}
     options = set(re.findall(r"`(--[a-z][a-z0-9_-]+)", document.read_text()))
@@ -97,7 +95,7 @@ def test_options_in_the_text_exist(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
-def test_links_lead_somewhere(document: Path) -> None:
+def test_links_lead_somewhere(document):
     for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
         path, _, anchor = target.partition("#")
         place = document.parent / path if path else document
@@ -109,14 +107,14 @@ def test_links_lead_somewhere(document: Path) -> None:
             )
 
 
-def test_the_readme_is_read_in_a_minute() -> None:
+def test_the_readme_is_read_in_a_minute():
     text = README.read_text()
     assert len(_commands(text)) >= 8
     assert len(text.splitlines()) <= 90
     assert len(text.split()) <= 600
 
 
-def test_the_two_commands_stay_as_they_are() -> None:
+def test_the_two_commands_stay_as_they_are():
     lines = _blocks(README.read_text())
     assert lines[:2] == [
         "bash example-scripts/quickstart.sh",
@@ -124,19 +122,19 @@ def test_the_two_commands_stay_as_they_are() -> None:
     ]
 
 
-def test_nvidias_long_names_are_documented() -> None:
+def test_nvidias_long_names_are_documented():
     text = "".join(path.read_text() for path in DOCUMENTS)
     assert "convert-torch-dist-to-fsdp-dtensor" in text
     assert "convert-fsdp-dtensor-to-torch-dist" in text
     assert "compare-two-checkpoint" in text
 
 
-def test_every_exit_code_is_explained() -> None:
+def test_every_exit_code_is_explained():
     rows = re.findall(r"^\| ([\d, ]+) \| \S", MESSAGES.read_text(), re.M)
     assert [int(code) for row in rows for code in row.split(",")] == [*manual.EXIT_CODES, 70]
 
 
-def test_the_ledger_is_as_large_as_the_documents_say() -> None:
+def test_the_ledger_is_as_large_as_the_documents_say():
     parts = {name: len(part) for name, part in arguments().parts.items()}
     text = " ".join(HUGGING_FACE.read_text().split())
     assert f"the {sum(parts.values()):,} " in text
@@ -145,7 +143,7 @@ def test_the_ledger_is_as_large_as_the_documents_say() -> None:
     assert f"{parts['irrelevant']} have no part" in text
 
 
-def test_figures_of_speed_were_measured() -> None:
+def test_figures_of_speed_were_measured():
     """Seconds and sizes with a fraction; the measurement may have more digits."""
     measured = (REPO / "tests" / "benchmarks" / "RESULTS.md").read_text()
     said = re.findall(r"(?<=[| ])\d+\.\d+(?= (?:\||s\b|x\b|GiB))", SPEED.read_text())
@@ -153,14 +151,14 @@ def test_figures_of_speed_were_measured() -> None:
     assert not [figure for figure in said if not re.search(rf"(?<![\d.]){re.escape(figure)}", measured)]
 
 
-def test_every_path_that_the_house_names_exists() -> None:
+def test_every_path_that_the_house_names_exists():
     named = set(re.findall(r"`([\w.-]+/[\w./-]*)`", HOUSE.read_text()))
     assert len(named) > 50
     assert not [path for path in named if not ((PACKAGE / path).exists() or (REPO / path).exists())]
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=_name)
-def test_every_room_has_a_map_of_its_modules(room: Path) -> None:
+def test_every_room_has_a_map_of_its_modules(room):
     """One line for each module in the room's `__init__`: "* `name`: what it is"."""
     map_of = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
     lines = re.findall(r"^\* `([\w/]+)`: \S", map_of, re.M)
@@ -183,13 +181,13 @@ def _texts() -> str:
     return "\n".join(found)
 
 
-def test_messages_are_in_plain_english() -> None:
+def test_messages_are_in_plain_english():
     """`is not a file name`, never `is no file name` or `is none`; `there is no file` is English."""
     odd = re.compile(r".{0,60}(?<!here )\b(?:is|are|was|were|be) (?:no|none)\b(?! longer| more\b).{0,30}")
     assert not odd.findall(_texts())
 
 
-def test_messages_that_are_explained_are_said() -> None:
+def test_messages_that_are_explained_are_said():
     listed = re.findall(r"^\| `([^`]+)`(?: \([^|]+\))? \|", MESSAGES.read_text(), re.M)
     limits = re.findall(r"^\| [^|]+ \| `([^`]+)` \|", LIMITS.read_text(), re.M)
     assert len(listed) > 70 and len(limits) > 15
@@ -197,7 +195,7 @@ def test_messages_that_are_explained_are_said() -> None:
     assert not [message for message in listed + limits if message not in said]
 
 
-def test_proofs_exist() -> None:
+def test_proofs_exist():
     """The tests and fixtures that the table of layouts names; a test takes each fixture as a parameter."""
     text = PROOFS.read_text()
     tests = {path.relative_to(REPO / "tests") for path in (REPO / "tests").rglob("*.py")}

@@ -3,15 +3,12 @@
 `.ci/run` builds the site strictly; these tests need no mkdocs.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import posixpath
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -35,7 +32,7 @@ def site() -> ModuleType:
 
 
 @pytest.mark.parametrize("name", manual.PAGES)
-def test_the_page_of_a_command_has_its_options_and_examples(name: str, site: ModuleType) -> None:
+def test_the_page_of_a_command_has_its_options_and_examples(name, site):
     text = site.command_page(name)
     for option in set(OPTIONS[name].split()) - HIDDEN:
         assert re.search(rf"(?<![\w-]){option}(?![\w-])", text), option
@@ -45,7 +42,7 @@ def test_the_page_of_a_command_has_its_options_and_examples(name: str, site: Mod
     assert {row.replace("\\|", "").count("|") for row in rows} == {3}  # no cell ends another
 
 
-def test_the_library_page_has_every_public_name(site: ModuleType) -> None:
+def test_the_library_page_has_every_public_name(site):
     text = site.library_page()
     names = re.findall(r"^## (\w+)$", text, re.M)
     assert names == [name for name in ckpt_tools.__all__ if name != "__version__"]
@@ -54,7 +51,7 @@ def test_the_library_page_has_every_public_name(site: ModuleType) -> None:
     assert "0x" not in text  # of what has no name of its own
 
 
-def test_the_site_is_made_without_torch(site: ModuleType) -> None:
+def test_the_site_is_made_without_torch(site):
     """`pip install '.[docs]'` does not install it."""
     code = (
         "import runpy, sys; sys.modules['torch'] = None\n"
@@ -64,7 +61,7 @@ def test_the_site_is_made_without_torch(site: ModuleType) -> None:
     assert done.stdout == site.library_page()
 
 
-def test_a_class_of_torchs_is_described_from_its_source(site: ModuleType) -> None:
+def test_a_class_of_torchs_is_described_from_its_source(site):
     text = site.library_page()
     found = inspect.signature(ckpt_tools.StorageReader)
     said = text.partition("## StorageReader\n")[2].partition("```python\n")[2].partition("```")[0]
@@ -77,12 +74,12 @@ def test_a_class_of_torchs_is_described_from_its_source(site: ModuleType) -> Non
         )
 
 
-def test_every_schema_is_listed(site: ModuleType) -> None:
+def test_every_schema_is_listed(site):
     page = site.schemas_page()
     assert not [p.name for p in (REPO / "ckpt_tools/schemas").glob("*.json") if f"`{p.name}`" not in page]
 
 
-def test_every_link_of_the_site_leads_somewhere(site: ModuleType) -> None:
+def test_every_link_of_the_site_leads_somewhere(site):
     addresses = {*site.pages(), *site.generated()}
     for address, source in site.pages().items():
         text, files = site.with_links((REPO / source).read_text(), source, address)
@@ -93,7 +90,7 @@ def test_every_link_of_the_site_leads_somewhere(site: ModuleType) -> None:
             assert not path or ":" in path or place in addresses or place in files, (source, target)
 
 
-def test_the_navigation_has_every_page_once(site: ModuleType) -> None:
+def test_the_navigation_has_every_page_once(site):
     text = (REPO / ".github" / "mkdocs.yml").read_text()
     config = yaml.safe_load(text)
     listed = re.findall(r"[\w./-]+\.md", text)
@@ -126,9 +123,7 @@ def _configured(
         ("a.css", "@font-face{src:url(https://example.org/x.woff)}"),
     ],
 )
-def test_a_site_that_would_load_from_elsewhere_is_found(
-    name: str, text: str, site: ModuleType, tmp_path: Path
-) -> None:
+def test_a_site_that_would_load_from_elsewhere_is_found(name, text, site, tmp_path):
     (tmp_path / name).write_text(text)
     (tmp_path / "b.html").write_text(
         '<a href="https://example.org">a link is not loaded</a><img src="x.png">'

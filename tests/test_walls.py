@@ -1,7 +1,5 @@
 """A room imports nothing from a room to its right, and no modules import each other in a circle."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,13 +37,13 @@ def _imports(path: Path) -> Iterator[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_room_imports_nothing_to_its_right(path: Path) -> None:
+def test_a_room_imports_nothing_to_its_right(path):
     own = ROOMS.index(path.relative_to(PACKAGE).parts[0])
     wrong = [f"line {line}: {room}" for room, line in _imports(path) if ROOMS.index(room) > own]
     assert not wrong, wrong
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_no_modules_import_each_other_in_a_circle():
     """Imports inside functions and for type checkers count too."""
     names = {".".join(path.relative_to(REPO).with_suffix("").parts).removesuffix(".__init__"): path
              for path in PACKAGE.rglob("*.py")}  # fmt: skip

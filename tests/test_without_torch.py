@@ -1,7 +1,5 @@
 """An installation without torch: everything runs, and what cannot says how to get torch."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -12,11 +10,9 @@ import pytest
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.torch_extra import require_torch
-from tests.conftest import DATA, REPO, fixture_dir
+from tests.conftest import FSDP, REPO, RUN
 from tests.ports import free_port
 
-RUN = DATA / "core019_llama_tp2_fully_reshardable"
-FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 ABSENT = 'raise ModuleNotFoundError("No module named \'torch\'", name="torch")\n'
 WAY_OUT = "pip install 'ckpt-tools[torch]'"
 
@@ -36,7 +32,7 @@ def _run(environ: dict[str, str], *words: object) -> subprocess.CompletedProcess
     )
 
 
-def test_commands_need_none(no_torch: dict[str, str], tmp_path: Path) -> None:
+def test_commands_need_none(no_torch, tmp_path):
     out = tmp_path / "out"
     commands = [
         ["convert", RUN, out / "fsdp", "--workers", "2"],
@@ -58,7 +54,7 @@ def test_commands_need_none(no_torch: dict[str, str], tmp_path: Path) -> None:
     assert [line for line in done.stderr.split() if line.isdigit()] == ["0"] * len(commands), done.stderr
 
 
-def test_the_public_names_are_there_or_ask_for_it(no_torch: dict[str, str]) -> None:
+def test_the_public_names_are_there_or_ask_for_it(no_torch):
     """A class of torch's cannot be made without it; everything else is there."""
     program = (
         "import ckpt_tools\nfor name in ckpt_tools.__all__:\n    try: getattr(ckpt_tools, name)\n"
@@ -71,7 +67,7 @@ def test_the_public_names_are_there_or_ask_for_it(no_torch: dict[str, str]) -> N
     assert all(WAY_OUT in line for line in asked)
 
 
-def test_the_quickstart_needs_none(no_torch: dict[str, str], tmp_path: Path) -> None:
+def test_the_quickstart_needs_none(no_torch, tmp_path):
     script = REPO / "example-scripts" / "quickstart.sh"
     installs = [line for line in script.read_text().splitlines() if "pip install" in line]
     assert len(installs) == 1 and "torch" not in installs[0]
@@ -86,14 +82,14 @@ def test_the_quickstart_needs_none(no_torch: dict[str, str], tmp_path: Path) -> 
     assert "is ready for --load" in done.stdout
 
 
-def test_several_ranks_need_none(no_torch: dict[str, str], tmp_path: Path) -> None:
+def test_several_ranks_need_none(no_torch, tmp_path):
     job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     words = [sys.executable, "-m", "ckpt_tools", "convert", str(RUN), str(tmp_path / "out"), "-q"]
     ranks = [subprocess.Popen(words, env=no_torch | job | {"RANK": str(rank)}) for rank in range(2)]
     assert [process.wait(100) for process in ranks] == [0, 0]
 
 
-def test_load_dtensors_asks_for_it(no_torch: dict[str, str]) -> None:
+def test_load_dtensors_asks_for_it(no_torch):
     program = (
         "import ckpt_tools\ntry: ckpt_tools.load_dtensors('run', None)\n"
         "except ckpt_tools.CkptError as error: print(error)"
@@ -111,7 +107,7 @@ def test_load_dtensors_asks_for_it(no_torch: dict[str, str]) -> None:
         (ImportError("libcudart.so.12: cannot open"), "libcudart.so.12: cannot open"),
     ],
 )
-def test_absent_is_told_from_broken(error: ImportError, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_is_told_from_broken(error, part, monkeypatch):
     import builtins
 
     found = builtins.__import__
@@ -127,7 +123,7 @@ def test_absent_is_told_from_broken(error: ImportError, part: str, monkeypatch: 
     assert part in str(caught.value)
 
 
-def test_torch_is_imported_only_behind_the_question() -> None:
+def test_torch_is_imported_only_behind_the_question():
     """A module that imports torch at run time calls `require_torch`, or is called by one that did."""
     importers = {
         str(path.relative_to(REPO / "ckpt_tools"))

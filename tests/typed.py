@@ -11,8 +11,6 @@ The convention, for README.md, `ckpt_tools/for-agents.md` and every page under `
 * Lines of other programs are in `ELSEWHERE`, which says what runs them.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

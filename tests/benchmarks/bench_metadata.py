@@ -6,8 +6,6 @@ Prints one line a reader: CPU seconds to open (median and range of 5 processes),
 multiple of the file's size, and the seconds to look at every chunk afterwards. Run by hand; CI does not.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import pickle

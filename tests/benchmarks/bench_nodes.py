@@ -9,8 +9,6 @@ half of the others' rate.
 By hand, not by CI.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -24,7 +22,9 @@ from pathlib import Path
 
 from ckpt_tools.commands.convert.plan import plan_checkpoint
 from ckpt_tools.commands.job.placements import Layout
-from tests.benchmarks.bench_store import BUCKET, TOOL
+from tests.benchmarks.bench_store import BUCKET
+from tests.benchmarks.store_server import store_environment
+from tests.benchmarks.timing import TOOL
 from tests.ports import free_port
 
 RANKS = 8  # of the target: files that every number of nodes shares out evenly
@@ -69,18 +69,8 @@ def converted(out: str, ports: list[int]) -> tuple[float, float]:
 
 
 def _node(rank: int, nodes: int, port: int, meeting: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(nodes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(meeting),
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_ACCESS_KEY_ID": "k",
-        "AWS_SECRET_ACCESS_KEY": "s",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
-        "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
-    }
+    launched = {"RANK": rank, "WORLD_SIZE": nodes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": meeting}
+    return {name: str(value) for name, value in launched.items()} | store_environment(port)
 
 
 def measure(folder: Path, to_store: bool, nodes: int, slowest: float, moving: float) -> str:

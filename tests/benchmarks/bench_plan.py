@@ -6,8 +6,6 @@ A process a line: seconds of wall clock and of CPU, peak memory of the whole pro
 the lines for `chart.py`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

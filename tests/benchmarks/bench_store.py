@@ -9,8 +9,6 @@ the largest RssAnon of them together and of one, the requests that the store has
 reached it. By hand, not by CI.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -18,21 +16,19 @@ import shutil
 import statistics
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.benchmarks.store_server import COUNTS
+from tests.benchmarks.store_server import COUNTS, store_environment
+from tests.benchmarks.timing import TOOL, Taken, taken
 from tests.ports import free_port
 
 REQUESTS, RANGE, PART = 16, 8 << 20, 8 << 20
 BUCKET = "bench"
-TOOL = (sys.executable, "-m", "ckpt_tools")
 HERE = (sys.executable, "-m", "tests.benchmarks.bench_store")
 
 
@@ -151,28 +147,13 @@ def commands(folder: Path) -> dict[str, tuple[str, ...]]:
     return rows | alone
 
 
-class Taken(NamedTuple):
-    """What a command took."""
+class Moved(NamedTuple):
+    """What a command took, and what the store had of it."""
 
-    wall: float  # seconds
-    cpu: float
-    together: int  # RssAnon in bytes, the most that its processes had at a time; shared pages count for each
-    largest: int  # of one process
+    taken: Taken
     requests: int
     out: int  # bytes that left the store
     came: int  # and reached it
-
-
-def rss_anon(pid: int) -> list[int]:
-    """RssAnon of a process and its children, those that have gone left out."""
-    found = []
-    with suppress(OSError, ValueError):
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        for one in (pid, *map(int, children)):
-            status = Path(f"/proc/{one}/status").read_text()
-            if "RssAnon:" in status:
-                found.append(int(status.split("RssAnon:")[1].split()[0]) << 10)
-    return found
 
 
 def counted(environment: dict[str, str]) -> dict[str, int]:
@@ -182,31 +163,13 @@ def counted(environment: dict[str, str]) -> dict[str, int]:
         return found
 
 
-def timed(command: tuple[str, ...], environment: dict[str, str]) -> Taken:
+def timed(command: tuple[str, ...], environment: dict[str, str]) -> Moved:
     """Run a command."""
     counted(environment)
-    together = largest = 0
-    started, before = time.monotonic(), os.times()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
-
-    def watch() -> None:
-        nonlocal together, largest
-        while process.poll() is None:
-            found = rss_anon(process.pid)
-            together, largest = max(together, sum(found)), max(largest, *found, 0)
-            time.sleep(0.05)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    code = process.wait()
-    seconds, after = time.monotonic() - started, os.times()
-    watcher.join()
-    if code:
-        raise SystemExit(f"{command}: exit status {code}")
-    used = after.children_user + after.children_system - before.children_user - before.children_system
+    found = taken(command, environment)
     counts = counted(environment)
     out, came = counts.pop("bytes out"), counts.pop("bytes in")
-    return Taken(seconds, used, together, largest, sum(counts.values()), out, came)
+    return Moved(found, sum(counts.values()), out, came)
 
 
 def prepare(folder: Path, gib: float) -> None:
@@ -226,17 +189,17 @@ def prepare(folder: Path, gib: float) -> None:
     )
 
 
-def measure(folder: Path, given: argparse.Namespace, environment: dict[str, str]) -> dict[str, list[Taken]]:
+def measure(folder: Path, given: argparse.Namespace, environment: dict[str, str]) -> dict[str, list[Moved]]:
     rows = {k: v for k, v in commands(folder).items() if not given.only or k in given.only}
-    found: dict[str, list[Taken]] = {name: [] for name in rows}
+    found: dict[str, list[Moved]] = {name: [] for name in rows}
     for turn in range(given.runs + 1):
         for name, command in rows.items():
             for out in (folder / "out", folder / "store" / BUCKET / "out"):
                 shutil.rmtree(out, ignore_errors=True)
-            taken = timed(command, environment)
-            print(f"round {turn}: {name} {taken.wall:.2f} s", file=sys.stderr, flush=True)
+            one = timed(command, environment)
+            print(f"round {turn}: {name} {one.taken.wall:.2f} s", file=sys.stderr, flush=True)
             if turn:
-                found[name].append(taken)
+                found[name].append(one)
     return found
 
 
@@ -253,14 +216,7 @@ def main() -> None:
         return
     folder, port = given.folder / "bench_store", free_port()
     prepare(folder, given.gib)
-    environment = os.environ | {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_ACCESS_KEY_ID": "k",
-        "AWS_SECRET_ACCESS_KEY": "s",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
-        "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
-    }
+    environment = os.environ | store_environment(port)
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.benchmarks.store_server", str(folder / "store"), "--port", str(port)]
     )
@@ -273,11 +229,12 @@ def main() -> None:
         shutil.rmtree(folder)
     print(f"{given.gib} GiB, {len(os.sched_getaffinity(0))} cores, {given.runs} runs")
     for name, row in found.items():
-        walls = [one.wall for one in row]
+        takes = [one.taken for one in row]
+        walls = [one.wall for one in takes]
         print(
             f"{name:40} {statistics.median(walls):6.2f} s ({min(walls):.2f}-{max(walls):.2f}), "
-            f"{statistics.median(one.cpu for one in row):6.2f} CPU s, RssAnon "
-            f"{max(one.together for one in row) >> 20} MiB (one {max(one.largest for one in row) >> 20}), "
+            f"{statistics.median(one.cpu for one in takes):6.2f} CPU s, RssAnon "
+            f"{max(one.together for one in takes) >> 20} MiB (one {max(one.largest for one in takes) >> 20}), "
             f"{row[0].requests} requests, "
             f"{row[0].out / 1e6:.0f} MB out, {row[0].came / 1e6:.0f} MB in"
         )

@@ -4,8 +4,6 @@ python -m tests.benchmarks.chart CONVERT.jsonl > .github/performance.svg    time
 python -m tests.benchmarks.chart PLAN.jsonl > .github/planning.svg          the same of planning, against tensors
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics
@@ -54,7 +52,7 @@ def plot(
 
 
 def conversions(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The SVG of both plots of `bench_convert` and their legend."""
+    """The SVG of both plots of `bench_local` and their legend."""
 
     def lines(value: Callable[[Mapping[str, Any]], float], names: Sequence[str]) -> dict[str, list[Point]]:
         return {n: [(row["gib"], value(row)) for row in rows if row["name"] == n] for n in names}

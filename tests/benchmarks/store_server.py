@@ -9,8 +9,6 @@ move so many bytes a second at each port, as a network or a node's disk would; a
 for benchmarks, ends after `--seconds`, and with its parent.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import hashlib
@@ -31,6 +29,18 @@ _BLOCK = 1 << 20
 _PARTS = ".uploads"
 COUNTS = "/-/counts"
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+def store_environment(port: int) -> dict[str, str]:
+    """What points a client at the store."""
+    return {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "k",
+        "AWS_SECRET_ACCESS_KEY": "s",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
+        "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
+    }
 
 
 class Throttle:

@@ -6,8 +6,6 @@ It writes the schemas again too, in one layout. What schemas have in common is w
 `verify` in `verify.json`, what `--iteration all` adds in `conversion.json`.
 """
 
-from __future__ import annotations
-
 import json
 import textwrap
 from collections.abc import Iterator

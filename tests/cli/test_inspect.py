@@ -1,12 +1,9 @@
 """`inspect` and `print-torch-dcp-in-json` on recorded checkpoints, with golden values."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +13,7 @@ import torch.distributed.checkpoint as dcp
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.look.read_values import json_value
 from ckpt_tools.human import human_bytes
-from tests.conftest import all_checkpoints, fixture_dir
-
-LLAMA = "core019_llama_tp2_fully_reshardable"
+from tests.conftest import LLAMA, all_checkpoints, fixture_dir
 
 
 def path_of(name: str) -> str:
@@ -56,7 +51,7 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_golden_facts(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_golden_facts(name, capsys):
     writer, *facts = GOLDEN[name]
     found = inspected(capsys, name)
     assert writer in found["writer"]
@@ -70,7 +65,7 @@ def test_golden_facts(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "name", [*GOLDEN, "te_llama_dp2_buckets_dpr", "core019_moe_dp1_native_fsdp_dtensor", "tf2_dcp"]
 )
-def test_sums_are_those_of_all_tensors(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sums_are_those_of_all_tensors(name, capsys):
     axes = ("role", "layer", "rank", "dtype", "file")
     found = inspected(capsys, name, *(word for axis in axes for word in ("--by", axis)))
     for axis in axes:
@@ -87,7 +82,7 @@ def test_sums_are_those_of_all_tensors(name: str, capsys: pytest.CaptureFixture[
     assert {row["rank"] for row in found["by"]["rank"]} == {file.split("_")[2] for file in parts}
 
 
-def test_layers_in_one_tensor_share_its_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_layers_in_one_tensor_share_its_bytes(capsys):
     found = inspected(capsys, LLAMA, "--by", "layer", "--keys", "*.layers.*", "--keys", "*embedding*")
     rows = {row["layer"]: row for row in found["by"]["layer"]}
     assert list(rows) == ["decoder.layers.0", "decoder.layers.1", None]
@@ -106,14 +101,14 @@ TRUTHS = [
 
 
 @pytest.mark.parametrize("truth", TRUTHS)
-def test_parameter_counts_equal_the_unsharded_truth(truth: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parameter_counts_equal_the_unsharded_truth(truth, capsys):
     with truth.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     expected = sum(math.prod(info["shape"]) for key, info in header.items() if key.startswith("model/"))
     assert inspected(capsys, truth.parent.name)["parameters"] == expected
 
 
-def test_golden_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_golden_json(capsys):
     found = inspected(capsys, LLAMA)
     assert found["iteration"] == 2
     assert found["root"] == path_of(LLAMA)
@@ -138,7 +133,7 @@ def test_golden_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["objects"][-1] == {"key": "rng_state/shard_0.1_1.2", "bytes": 15449}
 
 
-def test_roles_of_every_layout(capsys: pytest.CaptureFixture[str]) -> None:
+def test_roles_of_every_layout(capsys):
     for name in (
         "core019_llama_tp2_native_fsdp_dtensor",
         "core016_llama_tp2_dp_reshardable",
@@ -150,14 +145,14 @@ def test_roles_of_every_layout(capsys: pytest.CaptureFixture[str]) -> None:
         assert ("master" in sums) == (found["format"] == "torch_dist")
 
 
-def test_keys_choose_what_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_choose_what_is_listed(capsys):
     found = inspected(capsys, LLAMA, "--keys", "*linear_fc2.weight", "--keys", "rng_state/*")
     assert {t["key"].rpartition("decoder.")[2] for t in found["tensors"]} == {"layers.mlp.linear_fc2.weight"}
     assert [o["key"] for o in found["objects"]] == ["rng_state/shard_0.0_1.2", "rng_state/shard_0.1_1.2"]
     assert found["tensor_count"] == 36
 
 
-def test_group_meta_is_counted_or_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_group_meta_is_counted_or_listed(capsys):
     name = "core019_llama_tp2_native_fsdp_dtensor"
     assert run(["inspect", path_of(name)]) == 0
     out = capsys.readouterr().out
@@ -167,7 +162,7 @@ def test_group_meta_is_counted_or_listed(capsys: pytest.CaptureFixture[str]) -> 
     assert sum(o["key"].startswith("optimizer.param_to_group_meta.") for o in found["objects"]) == 270
 
 
-def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_for_people(capsys):
     assert run(["inspect", path_of(LLAMA)]) == 0
     captured = capsys.readouterr()
     lines = [" ".join(line.split()) for line in captured.out.splitlines()]
@@ -179,7 +174,7 @@ def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\x1b" not in captured.out
 
 
-def test_tree(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tree(capsys):
     assert run(["inspect", path_of(LLAMA), "--tree", "--keys", "decoder.layers.mlp.*weight"]) == 0
     out = capsys.readouterr().out
     tree = out[out.rindex("fully_reshardable/iter_0000002") :].splitlines()[1:]
@@ -195,7 +190,7 @@ def test_tree(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_escaping_and_units() -> None:
+def test_escaping_and_units():
     assert [human_bytes(n) for n in (0, 1023, 1024, 1536, 5 << 40)] == [
         "0 B",
         "1023 B",
@@ -210,7 +205,7 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_dcp_json_of_tensors_and_values(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_dcp_json_of_tensors_and_values(capsys, tmp_path):
     values = {
         "bf16": torch.tensor(1.5).bfloat16(),
         "list": [1, (2, float("inf"))],
@@ -232,7 +227,7 @@ def test_dcp_json_of_tensors_and_values(capsys: pytest.CaptureFixture[str], tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == [".metadata", "__0_0.distcp"]
 
 
-def test_dcp_json_of_a_real_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_dcp_json_of_a_real_checkpoint(capsys, tmp_path):
     out = tmp_path / "out.json"
     folder = fixture_dir(LLAMA) / "iter_0000002"
     assert run(["print-torch-dcp-in-json", str(folder), "--values", "-o", str(out)]) == 0
@@ -252,7 +247,7 @@ MAPS = [
 
 
 @pytest.mark.parametrize("recorded", MAPS)
-def test_map_file_equals_nvidias(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_map_file_equals_nvidias(recorded, tmp_path, capsys):
     for file in recorded.parent.iterdir():
         if file.suffix != ".json":
             shutil.copyfile(file, tmp_path / file.name)
@@ -266,7 +261,7 @@ def test_map_file_equals_nvidias(recorded: Path, tmp_path: Path, capsys: pytest.
     assert {file.name for file in tmp_path.iterdir()} == before | {recorded.name}
 
 
-def test_values_that_print_forever_are_cut() -> None:
+def test_values_that_print_forever_are_cut():
     """A value whose parts are shared is small as a pickle and endless as text; so is one that holds itself."""
     value: list[Any] = []
     for _ in range(50):

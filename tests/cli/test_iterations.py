@@ -1,7 +1,5 @@
 """`--iteration`: one number or all, as far as a command can, and what a report calls a release."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -46,7 +44,7 @@ def several(tmp_path: Path) -> Path:
 
 @pytest.mark.filterwarnings("ignore:.*the folder says iteration")
 @pytest.mark.parametrize("name", EDITS)
-def test_an_edit_of_all_iterations_is_that_of_each(name: str, several: Path, tmp_path: Path) -> None:
+def test_an_edit_of_all_iterations_is_that_of_each(name, several, tmp_path):
     words = [name, str(several), str(tmp_path / "all"), *EDITS[name]]
     assert run([*words, "--iteration", "all"]) == 0
     made = tmp_path / "all"
@@ -59,9 +57,7 @@ def test_an_edit_of_all_iterations_is_that_of_each(name: str, several: Path, tmp
 
 
 @pytest.mark.filterwarnings("ignore:.*the folder says iteration")
-def test_every_iteration_is_exported_once_into_a_folder_of_its_number(
-    several: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_iteration_is_exported_once_into_a_folder_of_its_number(several, tmp_path, capsys):
     words = ["export-hf", str(several), str(tmp_path / "all"), "--iteration", "all"]
     assert run(words) == 0
     assert sorted(os.listdir(tmp_path / "all")) == ["iter_0000002", "iter_0000004", "iter_0000006"]
@@ -74,9 +70,7 @@ def test_every_iteration_is_exported_once_into_a_folder_of_its_number(
 
 
 @pytest.mark.filterwarnings("ignore:.*the folder says iteration")
-def test_what_is_there_is_passed_over_and_what_is_broken_named(
-    several: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_there_is_passed_over_and_what_is_broken_named(several, tmp_path, capsys):
     out = str(tmp_path / "out")
     os.truncate(several / "iter_0000002" / "__0_0.distcp", 1000)
     assert run(["strip", str(several), out, "--iteration", "6", "-q"]) == 0
@@ -103,9 +97,7 @@ LINES = {
 
 
 @pytest.mark.parametrize("name", ONE)
-def test_a_command_of_one_iteration_says_which_take_all(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_of_one_iteration_says_which_take_all(name, tmp_path, capsys):
     words = shlex.split(LINES[name].replace("RUN", str(LLAMA)).replace("OUT", str(tmp_path / "out")))
     assert run([name, *words, "--iteration", "all"]) == 2
     said = capsys.readouterr().err
@@ -119,14 +111,14 @@ def test_a_command_of_one_iteration_says_which_take_all(
 
 
 @pytest.mark.parametrize("name", sorted(ALL))
-def test_a_command_of_all_iterations_says_so(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_of_all_iterations_says_so(name, capsys):
     words = [str(fixture_dir(FSDP) if "fsdp-dtensor-to" in name else LLAMA)]
     words += ["/tmp/never"] * (name != "verify")
     assert run([name, *words, *EDITS.get(name, ()), "--iteration", "two"]) == 2
     assert capsys.readouterr().err == "error: --iteration two: give a number, or all\n"
 
 
-def test_a_release_is_called_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_release_is_called_one(tmp_path, capsys):
     """What is made of it with an optimizer begins at iteration 1, which is said of the output."""
     root = tmp_path / "run"
     shutil.copytree(LLAMA / FOLDER, root / "release")
@@ -152,7 +144,7 @@ def test_a_release_is_called_one(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "error: release: " in capsys.readouterr().err
 
 
-def test_an_iteration_is_told_of_the_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_iteration_is_told_of_the_source(tmp_path, capsys):
     assert run(["convert", str(LLAMA), str(tmp_path / "out")]) == 0
     source, _, target = capsys.readouterr().out.splitlines()[1].partition(" -> ")
     assert source.endswith(", iteration 2")

@@ -1,7 +1,5 @@
 """The manual: every example runs, help fits a terminal, options are frozen, the exit codes are the ones it lists."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil
@@ -18,12 +16,10 @@ from ckpt_tools.cli import manual
 from ckpt_tools.cli.app import app, run
 from tests.altered import without_numbers
 from tests.cli.options import OPTIONS
-from tests.conftest import DATA, fixture_dir
+from tests.conftest import FSDP, RUN
 from tests.megatron.adapter_checkpoints import lora
 from tests.megatron.huggingface.vision_language import directory
 
-RUN = DATA / "core019_llama_tp2_fully_reshardable"
-FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 GROUP: Any = typer.main.get_command(app)  # a group of one of Typer's two copies of click
 COMMANDS = {name: GROUP.get_command(None, name) for name in GROUP.list_commands(None)}
 EXAMPLES = [(name, words) for name, page in manual.PAGES.items() for _, words in page.examples]
@@ -52,9 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("name", "words"), EXAMPLES, ids=[words for _, words in EXAMPLES])
-def test_every_example_runs(
-    name: str, words: str, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_example_runs(name, words, models, tmp_path, capsys):
     dump = shutil.copytree(RUN / "param_to_param_group_map", tmp_path / "dump")
     places = {"RUN": RUN, "FSDP": FSDP, "HF": models, "LORA": models.parent / "lora",
               "VL": models.parent / "vl", "TEXT": models.parent / "text",
@@ -75,7 +69,7 @@ def test_every_example_runs(
     assert out or "OUT" in words or "DUMP" in words
 
 
-def test_every_command_has_a_page_that_fits() -> None:
+def test_every_command_has_a_page_that_fits():
     assert manual.PAGES.keys() == COMMANDS.keys()
     for name, page in manual.PAGES.items():
         assert 0 < len(page.summary) <= 42
@@ -83,9 +77,7 @@ def test_every_command_has_a_page_that_fits() -> None:
 
 
 @pytest.mark.parametrize("argv", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
-def test_help_fits_80_columns(
-    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_fits_80_columns(argv, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     assert run(argv) == 0
     out = capsys.readouterr().out
@@ -95,7 +87,7 @@ def test_help_fits_80_columns(
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_shows_few_options_and_help_all_every_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_few_options_and_help_all_every_one(name, capsys):
     def shown(word: str) -> set[str]:
         assert run([name, word]) == 0
         listed = capsys.readouterr().out.partition("Examples:\n")[0]
@@ -107,7 +99,7 @@ def test_help_shows_few_options_and_help_all_every_one(name: str, capsys: pytest
     assert every >= {word for word in first if word.startswith("--")}
 
 
-def test_help_of_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_verb(capsys):
     pages = []
     for words in (["help", "ls"], ["ls", "--help"], ["help"], ["--help"]):
         assert run(words) == 0
@@ -117,7 +109,7 @@ def test_help_of_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_examples_are_shown_as_they_are_typed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_are_shown_as_they_are_typed(name, capsys):
     for word, most in (("--help", 2), ("--help-all", 99)):
         assert run([name, word]) == 0
         shown = capsys.readouterr().out.partition("Examples:\n")[2].replace(" \\\n        ", " ")
@@ -127,7 +119,7 @@ def test_examples_are_shown_as_they_are_typed(name: str, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_options_are_frozen(name: str) -> None:
+def test_options_are_frozen(name):
     """A new option, or one less, is a decision: write it into tests/cli/options.py as well."""
     found = {
         opt
@@ -138,7 +130,7 @@ def test_options_are_frozen(name: str) -> None:
     assert found == set(OPTIONS[name].split())
 
 
-def test_every_error_class_has_its_line_in_the_manual() -> None:
+def test_every_error_class_has_its_line_in_the_manual():
     codes = {
         c.exit_code for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.CkptError)
     }
@@ -165,7 +157,7 @@ OUTCOMES = {
 
 
 @pytest.mark.parametrize("code", manual.EXIT_CODES)
-def test_exit_codes_of_real_commands(code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes_of_real_commands(code, tmp_path, capsys):
     if code not in OUTCOMES:
         assert code in {6, 130, 143}
         return
@@ -173,7 +165,7 @@ def test_exit_codes_of_real_commands(code: int, tmp_path: Path, capsys: pytest.C
     assert ("error: " in capsys.readouterr().err) == (code > 1)
 
 
-def test_the_help_ends_with_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_ends_with_the_exit_codes(capsys):
     assert run(["--help"]) == 0
     out = capsys.readouterr().out
     assert all(f"  {code:<5}" in out for code in manual.EXIT_CODES)
@@ -185,7 +177,7 @@ def test_the_help_ends_with_the_exit_codes(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion(shell: str) -> None:
+def test_completion(shell):
     """The shell's function asks the program, and gets commands and options."""
     named = "import sys; sys.argv[0] = 'checkpoint-inspector'; from ckpt_tools.cli.app import main; main()"
     program = [sys.executable, "-c", named]

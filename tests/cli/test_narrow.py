@@ -1,6 +1,7 @@
-"""Narrow terminals: every page of help, every table and every line is folded where a reader would fold it."""
+"""Terminals: every page of help, table and line is folded where a reader would fold it, however narrow.
 
-from __future__ import annotations
+No command prints what a terminal acts on.
+"""
 
 import re
 import shlex
@@ -10,15 +11,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ckpt_tools.cli.app import app
+from ckpt_tools.cli.app import app, run
 from ckpt_tools.cli.commands import MODULES
 from ckpt_tools.cli.manual import PAGES
 from ckpt_tools.cli.render import column_widths, fold_cell, fold_command, fold_line
+from ckpt_tools.errors import CorruptCheckpointError
 from tests.cli.terminal import on_a_terminal
-from tests.conftest import DATA, fixture_dir
+from tests.conftest import DATA, FSDP, LLAMA, RUN, fixture_dir
+from tests.damage import ITERATION, copy_of, drop_key, infos_of, keys_with, metadata_of
 
-RUN = DATA / "core019_llama_tp2_fully_reshardable"
-FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 MOE = fixture_dir("core019_moe_ep2_fully_reshardable")
 TABLES = [
     f"ls {RUN}",
@@ -47,7 +48,7 @@ def shown(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("words", TABLES)
-def test_no_line_of_a_report_is_wider_than_the_terminal(words: str, tmp_path: Path) -> None:
+def test_no_line_of_a_report_is_wider_than_the_terminal(words, tmp_path):
     argv = words.format(out=tmp_path / "out").split()
     text = on_a_terminal(argv, tmp_path, 40, codes=(0, 1, 3), LC_ALL="C.UTF-8")
     lines = shown(text)
@@ -59,7 +60,7 @@ def test_no_line_of_a_report_is_wider_than_the_terminal(words: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", [None, *MODULES])
-def test_help_fits(name: str | None) -> None:  # 80 columns: test_manual
+def test_help_fits(name):  # 80 columns: test_manual
     found = CliRunner().invoke(app, [*([name] if name else []), "--help"], env={"COLUMNS": "40"})
     assert found.exit_code == 0
     for line in found.output.splitlines():
@@ -69,7 +70,7 @@ def test_help_fits(name: str | None) -> None:  # 80 columns: test_manual
             assert option in found.output
 
 
-def test_a_report_says_the_same_whatever_the_width(tmp_path: Path) -> None:
+def test_a_report_says_the_same_whatever_the_width(tmp_path):
     def letters(columns: int) -> str:
         return re.sub(r"\s", "", "".join(shown(on_a_terminal(["ls", str(RUN)], tmp_path, columns)))).replace(
             "─", ""
@@ -80,12 +81,12 @@ def test_a_report_says_the_same_whatever_the_width(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", ["1", "0", "-5", "x", "99999"])
-def test_odd_widths_end(columns: str, tmp_path: Path) -> None:
+def test_odd_widths_end(columns, tmp_path):
     for words in (f"inspect {MOE}", f"diff {RUN} {MOE}", "stats --help", f"inspect {RUN}/nowhere"):
         assert on_a_terminal(words.split(), tmp_path, codes=(0, 1, 3), COLUMNS=columns)
 
 
-def test_a_pipe_gets_no_line_folded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_gets_no_line_folded(tmp_path, capsys):
     from ckpt_tools.cli import render
 
     assert not sys.stdout.isatty()
@@ -105,7 +106,7 @@ def test_a_pipe_gets_no_line_folded(tmp_path: Path, capsys: pytest.CaptureFixtur
         "short",
     ],
 )
-def test_a_folded_line_keeps_its_words(line: str, width: int) -> None:
+def test_a_folded_line_keeps_its_words(line, width):
     lines = fold_line(line, width)
     assert "".join("".join(lines).split()) == "".join(line.split())
     assert all(lines) or not line
@@ -115,7 +116,7 @@ def test_a_folded_line_keeps_its_words(line: str, width: int) -> None:
         assert len(lines) > 1
 
 
-def test_paths_and_commands_are_left_whole() -> None:
+def test_paths_and_commands_are_left_whole():
     lines = fold_line("see /an/iteration/of/a.run/iter_0000001 and `diff RUN/1 RUN/2 --json` for more", 30)
     assert "  /an/iteration/of/a.run/iter_0000001" in lines and "  `diff RUN/1 RUN/2 --json`" in lines
 
@@ -126,7 +127,7 @@ def as_typed(lines: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [20, 40, 70])
-def test_a_folded_command_is_the_same_command(width: int) -> None:
+def test_a_folded_command_is_the_same_command(width):
     line = "  checkpoint-inspector slice RUN OUT --layers '0: 1' --workers 2 --block \"a b\""
     folded = fold_command(line, width)
     assert as_typed(folded) == shlex.split(line)
@@ -138,7 +139,7 @@ def test_a_folded_command_is_the_same_command(width: int) -> None:
     assert "".join(part.removeprefix("  # ").rstrip() + " " for part in parts).split() == comment.split()[1:]
 
 
-def test_names_are_folded_after_their_dots() -> None:
+def test_names_are_folded_after_their_dots():
     assert fold_cell("decoder.layers.self_attention.linear_qkv.weight", 24) == [
         "decoder.layers.self_", "attention.linear_qkv.", "weight",
     ]  # fmt: skip
@@ -146,9 +147,76 @@ def test_names_are_folded_after_their_dots() -> None:
     assert fold_cell("one two-three four", 9) == ["one", "two-three", "four"]
 
 
-def test_numbers_are_never_torn() -> None:
+def test_numbers_are_never_torn():
     cells = [["decoder.layers.0.weight", "1.25e-07", "12,345", "1.5 GiB"], ["b", "-3", "7", "12 B"]]
     columns = ("tensor", "norm", "elements", "size of it")
     assert column_widths(columns, cells, 100) == [23, 8, 8, 10]
     assert column_widths(columns, cells, 35) == [12, 8, 8, 7]
     assert column_widths(columns, cells, 34) is None
+
+
+EVIL = "decoder.evil\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\r\x00.weight"
+COMMANDS = [
+    "inspect {root}",
+    "inspect {root} --tree",
+    "inspect {root} --json",
+    "print-torch-dcp-in-json {root}/" + ITERATION,
+    "print-tensor {root} {key}",
+    "print-tensor {root} {key}x",
+    "verify {root}",
+    "verify {root} --content",
+    "verify {root} --format github",
+    "verify {root} --format markdown",
+    "diff {root} {plain}",
+    "diff {plain} {root}",
+    "plan {root} --swiglu",
+    "convert {root} {out} --swiglu",
+    "modify-state-dict {root} {out} --op remove:evil -v",
+]
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> dict[str, str]:
+    """Two checkpoints and an output; in `root` a parameter has control characters in its name, and no weight."""
+    root = copy_of(LLAMA, tmp_path / "renamed")
+    with metadata_of(root) as metadata:
+        drop_key(metadata, "decoder.final_layernorm.weight")
+        for key in keys_with(metadata, "decoder.final_layernorm.weight"):
+            evil = key.replace("decoder.final_layernorm.weight", EVIL)
+            metadata.state_dict_metadata[evil] = metadata.state_dict_metadata[key]
+            for index, info in infos_of(metadata, key).values():
+                metadata.storage_data[type(index)(evil, index.offset, index.index)] = info
+            drop_key(metadata, key)
+    plain = copy_of(LLAMA, tmp_path / "plain")
+    return {
+        "root": str(root),
+        "plain": str(plain),
+        "out": str(tmp_path / "out"),
+        "key": f"optimizer.state.exp_avg.{EVIL}",
+    }
+
+
+def assert_harmless(text: str) -> None:
+    assert not {c for c in text if not c.isprintable()} - {"\n"}
+    assert any(
+        f"evil\\{code}]0;owned" in text for code in ("x1b", "u001b")
+    )  # the name is shown, the second in JSON
+
+
+def test_no_command_prints_a_control_character(words, capsys):
+    for command in COMMANDS:
+        run([word.format(**words).replace("remove:", "remove ") for word in command.split()])
+        assert_harmless("".join(capsys.readouterr()))
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(CorruptCheckpointError(EVIL), 4), (OSError(EVIL), 7), (ValueError(f"a\n{EVIL}"), 70)],
+)
+def test_errors_of_every_kind_are_escaped(monkeypatch, capsys, error, code):
+    def fail(*_args: object) -> None:
+        raise error
+
+    monkeypatch.setattr("ckpt_tools.commands.look.inspect.inspect_checkpoint", fail)
+    assert run(["inspect", "somewhere"]) == code
+    assert_harmless(capsys.readouterr().err)

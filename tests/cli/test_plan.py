@@ -1,11 +1,8 @@
 """`plan` and the placement options as users type them: what is told, and what is refused with which words."""
 
-from __future__ import annotations
-
 import json
 import re
-import subprocess
-import sys
+from math import prod
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,7 +11,7 @@ import pytest
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.human import human_bytes
-from tests.conftest import DATA, REPO, fixture_dir
+from tests.conftest import DATA, fixture_dir
 from tests.pages import parse_page
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
@@ -43,15 +40,9 @@ def test_json_accounts_for_every_byte(dp, capsys):
     assert len(found["items"]) == found["item_count"]
     covered: dict[str, int] = {}
     for item in found["items"]:
-        elements = 1
-        for n in item["box"]["size"]:
-            elements *= n
-        covered[item["key"]] = covered.get(item["key"], 0) + elements
+        covered[item["key"]] = covered.get(item["key"], 0) + prod(item["box"]["size"])
     for tensor in found["tensors"]:
-        elements = 1
-        for n in tensor["shape"]:
-            elements *= n
-        assert covered.pop(tensor["key"]) == elements
+        assert covered.pop(tensor["key"]) == prod(tensor["shape"])
     assert covered == {}
     assert sum(found["bytes_by_strategy"].values()) == sum(
         n for tensor in found["tensors"] for n in tensor["strategies"].values()
@@ -157,41 +148,11 @@ def test_the_page_and_the_table_have_one_padding_and_one_memory(tmp_path, capsys
     assert sum(rank["memory"]["padding"] for rank in found["ranks"]) == found["padding_bytes"]
 
 
-def test_planning_does_not_import_torch():
-    code = (
-        "import sys; from ckpt_tools.cli.app import run; "
-        f"assert run(['plan', {str(LLAMA)!r}, '--dp-shard', '3', '--json']) == 0; assert 'torch' not in sys.modules"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=False, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-
-
-MOE = "core019_moe_ep2_fully_reshardable"
-
-
-@pytest.mark.parametrize(
-    ("source", "words", "message"),
-    [
-        (None, ("--world-size", 7, "--dp-shard", 2, "--tp", 2), r"world size 7 is not .*tp 2 x dp_shard 2 = 4"),
-        (None, ("--world-size", 7, "--layout", "fsdp2", "--tp", 2), r"world size 7 is not a multiple of .*tp 2"),
-        (MOE, ("--dp-shard", 3, "--ep", 3), r"linear_fc1\.weight: ep 3 does not divide the layer's 4 experts"),
-        (None, ("--dp-shard", 3, "--ep", 2), "ep 2 x etp 1 = 2 does not divide dp_shard 3"),
-        (None, ("--dp-shard", 2, "--layout", "fsdp2", "--strategy", "optim"), "fsdp2 shards parameters always"),
-        (None, ("--dp-shard", 2, "--outer-strategy", "optim", "--strategy", "0"), "outer_strategy optim"),
-        (None, ("--dp-shard", 2, "--rank", 2), "--rank 2: this layout has ranks 0 to 1"),
-    ],
-)  # fmt: skip
-def test_impossible_topologies_are_refused_with_their_numbers(source, words, message, tmp_path, capsys):
-    path = LLAMA if source is None else fixture_dir(source)
-    assert plan(path, *words) == 2
-    assert re.search(message, capsys.readouterr().err)
-    if "--rank" in words:
-        return
-    assert run(["convert", str(path), str(tmp_path / "out"), "--quiet", *map(str, words)]) == 2
-    assert re.search(message, capsys.readouterr().err)
-    assert not (tmp_path / "out").exists()
+def test_impossible_ranks_are_refused_with_their_numbers(capsys):
+    assert plan(fixture_dir("core019_moe_ep2_fully_reshardable"), "--dp-shard", 3, "--ep", 3) == 2
+    assert "linear_fc1.weight: ep 3 does not divide the layer's 4 experts" in capsys.readouterr().err
+    assert plan(LLAMA, "--dp-shard", 2, "--rank", 2) == 2
+    assert "--rank 2: this layout has ranks 0 to 1" in capsys.readouterr().err
 
 
 def with_names(folder: Path, shapes: dict[str, tuple[int, ...]]) -> Path:

@@ -1,7 +1,5 @@
 """Every JSON output keeps to its schema in `ckpt_tools/schemas`, and every schema is one and has its output."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -15,14 +13,12 @@ from ckpt_tools.cli.app import run
 from tests.cli import schema_fields
 from tests.commands.rewritten import saved
 from tests.commands.test_repair import as_nvidias_converter_writes, parts
-from tests.conftest import DATA, fixture_dir
+from tests.conftest import DATA, FSDP, RUN, fixture_dir
 from tests.damage import flip_bit, payload_of
 from tests.megatron.adapter_checkpoints import lora
 
 SCHEMAS = Path(ckpt_tools.__file__).parent / "schemas"
-RUN = DATA / "core019_llama_tp2_fully_reshardable"
 MOE = fixture_dir("core019_moe_ep2_fully_reshardable")
-FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 NORM = "model.module.decoder.final_layernorm.weight"
 
 OUTPUTS = [  # (schema, exit code, words)
@@ -135,14 +131,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(("name", "code", "words"), OUTPUTS, ids=[words for *_, words in OUTPUTS])
-def test_outputs_keep_to_their_schemas(
-    name: str,
-    code: int,
-    words: str,
-    places: dict[str, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_outputs_keep_to_their_schemas(name, code, words, places, tmp_path, capsys):
     import re
     import shlex
 
@@ -152,7 +141,7 @@ def test_outputs_keep_to_their_schemas(
     validate(strict_json(capsys.readouterr().out), name)
 
 
-def test_written_reports_and_manifests(tmp_path: Path) -> None:
+def test_written_reports_and_manifests(tmp_path):
     report, manifest = tmp_path / "report.json", tmp_path / "manifest.json"
     assert run(["convert", str(RUN), str(tmp_path / "out"), "-q", "--report", str(report)]) == 0
     validate(strict_json(report.read_text()), "conversion")
@@ -160,7 +149,7 @@ def test_written_reports_and_manifests(tmp_path: Path) -> None:
     validate(strict_json(manifest.read_text()), "manifest")
 
 
-def test_every_schema_is_one_and_is_used() -> None:
+def test_every_schema_is_one_and_is_used():
     used = {name for name, *_ in OUTPUTS} | {"manifest"}
     assert {path.stem for path in SCHEMAS.glob("*.json")} == used
     for name in used:
@@ -172,7 +161,7 @@ def test_every_schema_is_one_and_is_used() -> None:
         assert text == schema_fields.written(name), "python -m tests.cli.schema_fields"
 
 
-def test_no_field_goes_without_a_higher_version() -> None:
+def test_no_field_goes_without_a_higher_version():
     """What `.github/docs/limits.md` promises."""
     then, now = schema_fields.recorded(), schema_fields.present()
     assert schema_fields.gone(then, now) == [], "raise schema_version in the schema, the report and VERSIONS"
@@ -180,13 +169,13 @@ def test_no_field_goes_without_a_higher_version() -> None:
     assert {name for name in now if not name.endswith(":1")} == {f"{n}:{v}" for n, v in VERSIONS.items()}
 
 
-def test_a_field_that_goes_or_changes_is_found() -> None:
+def test_a_field_that_goes_or_changes_is_found():
     then = {"ls:1": {"a integer always", "b string"}, "gone:1": {"c any"}}
     now = {"ls:1": {"a number always", "b string", "d any"}, "gone:2": set[str]()}
     assert schema_fields.gone(then, now) == ["ls:1 a integer always"]
 
 
-def test_a_field_more_or_less_is_seen() -> None:
+def test_a_field_more_or_less_is_seen():
     """The schemas are closed: an output cannot change without them."""
     found = {"schema_version": 1, "source": "a", "output": "b", "tensor_count": 1, "object_count": 0}
     found["source_format"] = "dcp"

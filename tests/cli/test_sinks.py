@@ -1,7 +1,5 @@
 """Names from strangers in everything that is printed: harmless to terminals, CI logs, Markdown, HTML and XML."""
 
-from __future__ import annotations
-
 import errno
 import html
 import json
@@ -82,7 +80,7 @@ def report_of(name: str) -> Report:
 @many
 @given(name=names)
 @example(name="\n".join(EVIL))
-def test_names(name: str) -> None:
+def test_names(name):
     assert_harmless(render.escape(name))
     assert "\n" not in render.escape(name)
     assert_harmless(render.escape_lines(name))
@@ -92,7 +90,7 @@ def test_names(name: str) -> None:
 
 @given(name=st.text(st.characters(codec="ascii", categories=["L", "N", "P", "S", "Zs"])))
 @many
-def test_plain_names_stay_as_they_are(name: str) -> None:
+def test_plain_names_stay_as_they_are(name):
     if "##" not in name and "::" not in name:
         assert render.escape(name) == name
 
@@ -100,7 +98,7 @@ def test_plain_names_stay_as_they_are(name: str) -> None:
 @many
 @given(name=names)
 @example(name="\n".join(EVIL))
-def test_json(name: str) -> None:
+def test_json(name):
     for text in (
         render.json_text({name: [name, {"a": name}]}),
         "".join(render.json_lines({"a": name}, {"b": iter([name])})),
@@ -113,7 +111,7 @@ def test_json(name: str) -> None:
 @many
 @given(name=names)
 @example(name="\n".join(EVIL))
-def test_github(name: str) -> None:
+def test_github(name):
     """Every line is a command of ours, and ends where it began."""
     lines = findings.as_github(report_of(name), "verify").split("\n")
     assert len(lines) == 4
@@ -131,7 +129,7 @@ def test_github(name: str) -> None:
 @given(name=names)
 @example(name="\n".join(EVIL))
 @example(name="\n".join(reversed(EVIL)))
-def test_markdown(name: str) -> None:
+def test_markdown(name):
     """Outside of code spans there is nothing but our own words."""
     text = findings.as_markdown(report_of(name))
     assert_harmless(text)
@@ -146,7 +144,7 @@ def test_markdown(name: str) -> None:
 @many
 @given(name=names)
 @example(name="\n".join(EVIL))
-def test_junit(name: str) -> None:
+def test_junit(name):
     text = findings.as_junit([report_of(name)], "verify")
     assert all(c.isprintable() or c == "\n" for c in text)
     root = Xml.fromstring(text.encode())
@@ -157,7 +155,7 @@ def test_junit(name: str) -> None:
 @many
 @given(name=names)
 @example(name="\n".join(EVIL))
-def test_pictures(name: str) -> None:
+def test_pictures(name):
     for text in (pages.safe(name),):
         assert all(c.isprintable() or c == "\n" for c in text)
         assert not re.search(r"[<>\"']", text)
@@ -168,7 +166,7 @@ def test_pictures(name: str) -> None:
 @given(name=names)
 @example(name="\n".join(EVIL))
 @example(name=".".join(EVIL))
-def test_tables_and_trees(name: str) -> None:
+def test_tables_and_trees(name):
     with pytest.MonkeyPatch.context() as patch:
         import io
 
@@ -183,7 +181,7 @@ def test_tables_and_trees(name: str) -> None:
     "words", ["inspect {}", "verify {} -q", "convert {} out", "diff {} {} -q", "preflight {}", "plan {}"]
 )
 @pytest.mark.parametrize("name", EVIL[:10:3])
-def test_paths_on_stderr(words: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_paths_on_stderr(words, name, capsys):
     assert run([word.format(name.replace("/", "")) for word in words.split()]) in (2, 3)
     out, err = capsys.readouterr()
     assert_harmless(err)
@@ -198,7 +196,7 @@ def shell(line: str, **more: Any) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize("words", ["inspect IN --json", "inspect /nowhere", "convert IN OUT"])
-def test_closed_streams_end_cleanly(words: str, closed: str, tmp_path: Path) -> None:
+def test_closed_streams_end_cleanly(words, closed, tmp_path):
     text = words.replace("IN", str(LLAMA)).replace("OUT", str(tmp_path / "out"))
     found = shell(f"{sys.executable} -m ckpt_tools {text} {closed}")
     assert found.returncode == (3 if "nowhere" in words else 0)
@@ -208,7 +206,7 @@ def test_closed_streams_end_cleanly(words: str, closed: str, tmp_path: Path) -> 
         assert run(["verify", str(tmp_path / "out"), "--content"]) == 0
 
 
-def test_a_full_disk_behind_stdout_is_named_once() -> None:
+def test_a_full_disk_behind_stdout_is_named_once():
     found = shell(f"{sys.executable} -m ckpt_tools inspect {LLAMA} --json > /dev/full")
     assert (found.returncode, found.stderr.count("\n")) == (7, 1)
     assert "No space left" in found.stderr
@@ -219,7 +217,7 @@ def test_a_full_disk_behind_stdout_is_named_once() -> None:
     ("words", "code"),
     [("verify nowhere", 3), (f"diff {LLAMA} nowhere", 3), ("inspect", 2), (f"inspect {LLAMA} --junk", 2)],
 )
-def test_a_message_that_cannot_be_written_leaves_the_verdict(words: str, code: int, lost: str) -> None:
+def test_a_message_that_cannot_be_written_leaves_the_verdict(words, code, lost):
     assert shell(f"{sys.executable} -m ckpt_tools {words} {lost}").returncode == code
 
 
@@ -228,9 +226,7 @@ def test_a_message_that_cannot_be_written_leaves_the_verdict(words: str, code: i
     [("verify RUN --write-manifest", True)]  # which replaces nothing
     + [(words, new) for words in ("verify RUN --junit", "inspect RUN --html") for new in (True, False)],
 )
-def test_a_report_that_cannot_be_written_leaves_nothing_and_the_old_one(
-    words: str, is_new: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_that_cannot_be_written_leaves_nothing_and_the_old_one(words, is_new, tmp_path, monkeypatch):
     file = tmp_path / "report"
     command = [*words.replace("RUN", str(LLAMA)).split(), str(file)]
     if not is_new:
@@ -248,9 +244,7 @@ def test_a_report_that_cannot_be_written_leaves_nothing_and_the_old_one(
     assert is_new or file.stat().st_mode & 0o777 == 0o640
 
 
-def test_too_little_memory_is_not_a_defect(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_little_memory_is_not_a_defect(monkeypatch, capsys):
     def fail(**_: object) -> None:
         raise MemoryError
 
@@ -260,9 +254,7 @@ def test_too_little_memory_is_not_a_defect(
 
 
 @pytest.mark.parametrize("words", ["plan IN --svg -", "plan IN --html -", "build-param-group-map IN -o -"])
-def test_a_hyphen_is_stdout_alone(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hyphen_is_stdout_alone(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert (
         run(words.replace("IN", str(LLAMA)).split() + (["--dp-shard", "2"] if "plan" in words else [])) == 0
@@ -287,7 +279,7 @@ REPORTS = [
 ]
 
 
-def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
     """Before the work (test_habits). Root may write everywhere, so the system's answer is put in its mouth."""
     real = os.access
     denied = {tmp_path / "reports", tmp_path / "old"}
@@ -305,7 +297,7 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("words", REPORTS)
-def test_reports_of_a_private_checkpoint_are_private(words: str, tmp_path: Path) -> None:
+def test_reports_of_a_private_checkpoint_are_private(words, tmp_path):
     import shutil
 
     shutil.copytree(LLAMA, tmp_path / "run")
@@ -319,7 +311,7 @@ def test_reports_of_a_private_checkpoint_are_private(words: str, tmp_path: Path)
         assert file.read_text() != "{}"
 
 
-def test_a_terminal_shows_no_command_of_a_hostile_key() -> None:
+def test_a_terminal_shows_no_command_of_a_hostile_key():
     began = time.process_time()
     assert_harmless(render.escape("##" * 100_000 + "["))
     assert_harmless(render.escape("##a" * 100_000))

@@ -1,7 +1,5 @@
 """Options and the fields they fill: one name, one default, the same words, and nothing that does nothing."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
@@ -81,9 +79,7 @@ def _defaults(filled: Callable[..., Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("filled", "own"), FILLED, ids=NAMES)
-def test_an_option_that_is_not_given_is_the_fields_default(
-    filled: Callable[..., Any], own: Mapping[str, Row]
-) -> None:
+def test_an_option_that_is_not_given_is_the_fields_default(filled, own):
     defaults = _defaults(filled)
     rows = {**TABLE, **own}
     same = {
@@ -100,7 +96,7 @@ def test_an_option_that_is_not_given_is_the_fields_default(
 
 
 @pytest.mark.parametrize(("filled", "own"), FILLED, ids=NAMES)
-def test_a_choice_has_the_words_of_its_field(filled: Callable[..., Any], own: Mapping[str, Row]) -> None:
+def test_a_choice_has_the_words_of_its_field(filled, own):
     rows = {**TABLE, **own}
     for name, hint in get_type_hints(filled).items():
         words = next((get_args(h) for h in (hint, *get_args(hint)) if get_origin(h) is Literal), None)
@@ -162,11 +158,11 @@ def test_a_choice_has_the_words_of_its_field(filled: Callable[..., Any], own: Ma
         ),
     ],
 )
-def test_every_field_can_be_given(options: type, names: set[str]) -> None:
+def test_every_field_can_be_given(options, names):
     assert {field.name for field in fields(options)} == names
 
 
-def test_every_row_is_used_by_the_library_or_by_the_command_line_itself() -> None:
+def test_every_row_is_used_by_the_library_or_by_the_command_line_itself():
     own = {
         "dry_run", "quiet", "as_json", "report", "report_format", "junit", "enable_msc", "follow_links",
         "oom_traceback", "verbose", *JOB_SIZES,
@@ -175,12 +171,12 @@ def test_every_row_is_used_by_the_library_or_by_the_command_line_itself() -> Non
     assert not TABLE.keys() - filled - own
 
 
-def test_fill_takes_what_the_class_has_and_more_wins() -> None:
+def test_fill_takes_what_the_class_has_and_more_wins():
     given = {"threads": 5, "swiglu": True, "fsync": True}
     assert fill(WriteOptions, given, fsync=False) == WriteOptions(threads=5)
 
 
-def test_fill_goes_into_options_that_options_hold() -> None:
+def test_fill_goes_into_options_that_options_hold():
     given = {
         "threads": 5,
         "swiglu": True,
@@ -195,7 +191,7 @@ def test_fill_goes_into_options_that_options_hold() -> None:
     assert fill(DiffOptions, given) == DiffOptions(Tolerance(rtol=0.5), ("a",), threads=5)
 
 
-def test_a_command_gets_values_as_the_library_takes_them() -> None:
+def test_a_command_gets_values_as_the_library_takes_them():
     found: dict[str, Any] = {}
 
     def command(place: str, **given: Any) -> None:
@@ -212,7 +208,7 @@ def test_a_command_gets_values_as_the_library_takes_them() -> None:
     assert type(found["kind"]) is str
 
 
-def test_a_choice_that_can_be_repeated() -> None:
+def test_a_choice_that_can_be_repeated():
     row = option(list[Literal["a", "b"]], "--kind", help="Which.")
     (kind, _) = get_args(get_args(row.parameter("kind").annotation)[0])
     (words,) = get_args(kind)
@@ -220,6 +216,6 @@ def test_a_choice_that_can_be_repeated() -> None:
     assert row.value(None) is None
 
 
-def test_an_option_that_is_in_no_row_is_a_defect() -> None:
+def test_an_option_that_is_in_no_row_is_a_defect():
     with pytest.raises(AssertionError):
         with_options(lambda **_: None, {"no_such_row"})

@@ -1,7 +1,5 @@
 """The conversion under real torchrun: the number of converting processes never changes a byte."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

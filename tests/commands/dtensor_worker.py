@@ -3,8 +3,6 @@
 Everything is judged by stock torch: its reader's whole tensors are the truth, its `load` and `save` the users.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

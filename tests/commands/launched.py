@@ -1,13 +1,16 @@
 """Jobs: the launch of a preflight that is ready, and torchrun's ranks with what each reports."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ckpt_tools.commands.check.launch import Launch
 from ckpt_tools.commands.check.preflight import Preflight
@@ -18,6 +21,16 @@ def launch_of(found: Preflight) -> Launch:
     """The command that starts the job, which must be there."""
     assert found.launch is not None
     return found.launch
+
+
+@contextmanager
+def one_rank() -> Iterator[DeviceMesh]:
+    """A job of this process alone, and its mesh."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
+    finally:
+        dist.destroy_process_group()
 
 
 def torchrun(worker: str, cases: list[dict[str, Any]], ranks: int, scratch: Path) -> list[dict[str, Any]]:

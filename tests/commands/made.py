@@ -1,7 +1,5 @@
 """Conversions that several tests look at: each is made once a process, and nobody writes into it."""
 
-from __future__ import annotations
-
 import atexit
 import shutil
 import tempfile

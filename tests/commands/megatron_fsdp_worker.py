@@ -1,7 +1,5 @@
 """One rank of a job whose uneven DTensors are made known to DCP by the released megatron-fsdp, under gloo."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -7,8 +7,6 @@ from ORIGINAL, the checkpoint that real training wrote; both have to be equal bi
 matched with those that Megatron itself makes for this model and topology. Prints one JSON line.
 """
 
-from __future__ import annotations
-
 import enum
 import json
 import sys

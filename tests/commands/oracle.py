@@ -1,7 +1,5 @@
 """Reads checkpoints with stock torch, so that nothing of ours vouches for itself."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import warnings

@@ -3,8 +3,6 @@
 Read and written with stock torch, so that nothing of ours vouches for itself.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import warnings

@@ -1,7 +1,5 @@
 """What pipeline stages of Megatron-FSDP hold: weights under the stage's layer numbers, all else under the model's."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

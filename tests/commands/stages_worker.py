@@ -1,7 +1,5 @@
 """One pipeline stage of two that save into one checkpoint as Megatron-FSDP does (MLM#7452), with stock DCP."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

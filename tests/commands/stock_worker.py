@@ -1,7 +1,5 @@
 """A fresh process that knows nothing of ckpt_tools: stock torch loads a checkpoint as tensors and as DTensors."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -3,8 +3,6 @@
 Stock `dcp.load` of our conversion is the truth: the same template, filled by either, must have the same bytes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

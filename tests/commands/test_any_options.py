@@ -4,8 +4,6 @@
 `test_to_fsdp_dtensor` holds against the truth); what options change is computed from it with torch.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Iterator

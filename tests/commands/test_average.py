@@ -1,7 +1,5 @@
 """`average`: bit-equal to torch on whole tensors, for every kind; what it takes from the last; what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -27,17 +25,13 @@ from ckpt_tools.model.box import Box
 from ckpt_tools.model.kernels.casts import Array
 from ckpt_tools.model.kernels.kernel import WeightedMean
 from tests.altered import altered, overwrite, scaled
-from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
 from tests.commands.made import place
-from tests.conftest import DATA, fixture_dir
+from tests.conftest import DATA, MOE, fixture_dir
 from tests.damage import ITERATION, copy_of, drop_key, flip_bit, metadata_of, payload_of
 from tests.folders import is_sound
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
-
 RUN = "core019_llama_tp2_fully_reshardable"
-MOE = "core019_moe_ep2_fully_reshardable"
 FSDP = "core019_llama_tp2_native_fsdp_dtensor"
 SHARES = (0.5, 0.3, 0.2)
 NAN = float("nan")
@@ -69,7 +63,7 @@ def mean_of(name: str) -> tuple[list[Path], Path, Averaged]:
 
 
 @pytest.mark.parametrize("name", [RUN, MOE])
-def test_masters_are_averaged_and_weights_are_their_rounding(name: str) -> None:
+def test_masters_are_averaged_and_weights_are_their_rounding(name):
     sources, out, done = mean_of(name)
     before = [oracle.tensors(source / ITERATION) for source in sources]
     after = oracle.tensors(out / ITERATION)
@@ -96,7 +90,7 @@ def test_masters_are_averaged_and_weights_are_their_rounding(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [RUN, MOE, FSDP])
-def test_everything_else_is_the_last_ones(name: str) -> None:
+def test_everything_else_is_the_last_ones(name):
     (*_, last), out, _ = mean_of(name)
     was, now = (oracle.metadata(root / ITERATION) for root in (last, out))
     assert was.planner_data in (None, now.planner_data)  # Megatron keeps none
@@ -115,7 +109,7 @@ def test_everything_else_is_the_last_ones(name: str) -> None:
     assert files[0] == files[1]
 
 
-def test_fsdp_dtensor_holds_masters_in_the_place_of_weights() -> None:
+def test_fsdp_dtensor_holds_masters_in_the_place_of_weights():
     sources, out, done = mean_of(FSDP)
     shares = (0.5625, 0.1875, 0.25)  # 0.75 squared, 0.25 of 0.75, 0.25
     assert done.weights == shares
@@ -131,7 +125,7 @@ def test_fsdp_dtensor_holds_masters_in_the_place_of_weights() -> None:
     assert run(["preflight", str(out)]) == 0
 
 
-def test_buckets_are_averaged_as_the_parameters_in_them(tmp_path: Path) -> None:
+def test_buckets_are_averaged_as_the_parameters_in_them(tmp_path):
     """Two layouts of one job have one mean."""
     found = []
     for layout in ("fully_reshardable", "dp_reshardable"):
@@ -156,14 +150,14 @@ def test_buckets_are_averaged_as_the_parameters_in_them(tmp_path: Path) -> None:
     "name",
     ["v013_moe_ms_ep2", "v015_dense_ms_tp2_dp2", "v016_dense_nodistopt_tp2", "tf2_dist", "te_moe_ep2_dpr"],
 )
-def test_the_mean_of_a_checkpoint_and_itself_is_itself(name: str, tmp_path: Path) -> None:
+def test_the_mean_of_a_checkpoint_and_itself_is_itself(name, tmp_path):
     root = fixture_dir(name)
     root = root / "checkpoint" if (root / "checkpoint").exists() else root
     averaged([root, root], tmp_path / "out")
     assert diff_checkpoints(root, tmp_path / "out").is_equal
 
 
-def test_buckets_of_another_order_are_refused(tmp_path: Path) -> None:
+def test_buckets_of_another_order_are_refused(tmp_path):
     sources = [fixture_dir(f"core019_llama_{job}_dp_reshardable") for job in ("dp2", "tp2")]
     with pytest.raises(
         MappingError, match=r"masters elsewhere in .*convert both to fsdp_dtensor and average"
@@ -171,7 +165,7 @@ def test_buckets_of_another_order_are_refused(tmp_path: Path) -> None:
         averaged(sources, tmp_path / "out")
 
 
-def test_other_layouts_are_told_in_a_line(tmp_path: Path) -> None:
+def test_other_layouts_are_told_in_a_line(tmp_path):
     sources = [
         fixture_dir(f"core019_llama_tp2_{layout}") for layout in ("fully_reshardable", "dp_reshardable")
     ]
@@ -186,7 +180,7 @@ def test_other_layouts_are_told_in_a_line(tmp_path: Path) -> None:
     averaged(models, tmp_path / "out")
 
 
-def test_keys_that_differ_alike_are_told_in_a_line(tmp_path: Path) -> None:
+def test_keys_that_differ_alike_are_told_in_a_line(tmp_path):
     names = ("core019_llama_tp2_fully_reshardable", "core019_moe_ep2_fully_reshardable")
     with pytest.raises(MappingError) as refused:
         averaged([fixture_dir(name) for name in names], tmp_path / "out")
@@ -213,7 +207,7 @@ def another(model: Path, place: Path) -> Path:
     return place
 
 
-def test_hugging_face_models(model: Path, tmp_path: Path) -> None:
+def test_hugging_face_models(model, tmp_path):
     sources, out = [another(model, tmp_path / "other"), model], tmp_path / "out"
     averaged(sources, out, weights=(3, 1))
     names = sorted(path.name for path in model.iterdir())
@@ -236,9 +230,7 @@ def _with_config(place: Path, **fields: object) -> Path:
     return place
 
 
-def test_models_of_other_settings_have_no_mean(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_models_of_other_settings_have_no_mean(model, tmp_path, capsys):
     other, noted = _with_config(another(model, tmp_path / "a"), rope_theta=5), another(model, tmp_path / "b")
     for sources in ([other, model], [model, other]):
         assert run(["average", *map(str, sources), str(tmp_path / "out"), "-q"]) == 5
@@ -257,7 +249,7 @@ def test_models_of_other_settings_have_no_mean(
 @pytest.mark.parametrize(
     ("name", "value"), [("rotary_base", 5), ("normalization", "LayerNorm"), ("swiglu", False)]
 )
-def test_runs_of_other_settings_have_no_mean(name: str, value: object, tmp_path: Path) -> None:
+def test_runs_of_other_settings_have_no_mean(name, value, tmp_path):
     other = copy_of(RUN, tmp_path)
     with open_checkpoint(str(other)) as opened:
         opened.common.values["args"].state[name] = value
@@ -266,7 +258,7 @@ def test_runs_of_other_settings_have_no_mean(name: str, value: object, tmp_path:
         averaged([other, DATA / RUN], tmp_path / "out")
 
 
-def test_quantized_models_have_no_mean(model: Path, tmp_path: Path) -> None:
+def test_quantized_models_have_no_mean(model, tmp_path):
     place = shutil.copytree(model, tmp_path / "quantized")
     config = json.loads((place / "config.json").read_text())
     (place / "config.json").write_text(json.dumps({**config, "quantization_config": {"bits": 4}}))
@@ -274,7 +266,7 @@ def test_quantized_models_have_no_mean(model: Path, tmp_path: Path) -> None:
         averaged([model, place], tmp_path / "out")
 
 
-def test_plain_dcp(tmp_path: Path) -> None:
+def test_plain_dcp(tmp_path):
     states: list[dict[str, Any]] = []
     for number in (1, 2):
         model = {
@@ -305,7 +297,7 @@ def test_plain_dcp(tmp_path: Path) -> None:
     assert set(done.kept) == {"model.running_mean", "model.batches"}
 
 
-def test_the_tensors_of_a_run_are_told_from_those_of_a_model(tmp_path: Path) -> None:
+def test_the_tensors_of_a_run_are_told_from_those_of_a_model(tmp_path):
     of_a_run = {
         "optimizer.state.w.exp_avg", "optim.state.w.momentum_buffer", "app.optimizer.state.w.exp_avg_sq",
         "optimizers_0.state.w.sum", "lr_scheduler.last", "train_state.loss", "state.w.exp_avg",
@@ -322,7 +314,7 @@ def test_the_tensors_of_a_run_are_told_from_those_of_a_model(tmp_path: Path) -> 
     assert found == dict.fromkeys(of_a_run, 3.0) | dict.fromkeys(of_a_model, 2.0)
 
 
-def test_states_that_no_name_tells_are_the_last_ones(user_cases: Path, tmp_path: Path) -> None:
+def test_states_that_no_name_tells_are_the_last_ones(user_cases, tmp_path):
     a, b = (user_cases / "average_dcp_states" / f"adafactor_titan_{side}" for side in "ab")
     done = averaged([a, b], tmp_path / "out")
     first, last, found = map(oracle.tensors, (a, b, tmp_path / "out"))
@@ -335,7 +327,7 @@ def test_states_that_no_name_tells_are_the_last_ones(user_cases: Path, tmp_path:
 
 
 @pytest.mark.parametrize("key", ["optimizer.state.w.master_param", "optim.fp32_params.0", "master_weights.w"])
-def test_masters_of_a_plain_checkpoint_are_refused(key: str, tmp_path: Path) -> None:
+def test_masters_of_a_plain_checkpoint_are_refused(key, tmp_path):
     state = {"model.w": torch.zeros(2, dtype=torch.bfloat16), key: torch.zeros(2)}
     dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
     with pytest.raises(UnsupportedCheckpointError, match=f"modify-state-dict CKPT OUT(?s:.*){key}"):
@@ -343,7 +335,7 @@ def test_masters_of_a_plain_checkpoint_are_refused(key: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64])
-def test_numbers_without_a_mean_are_refused_by_name(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_numbers_without_a_mean_are_refused_by_name(dtype, tmp_path):
     dcp.save({"model": {"odd": torch.zeros(4).to(dtype)}}, checkpoint_id=tmp_path / "a", no_dist=True)
     with pytest.raises(UnsupportedCheckpointError, match=r"model\.odd is "):
         averaged([tmp_path / "a", tmp_path / "a"], tmp_path / "out")
@@ -352,7 +344,7 @@ def test_numbers_without_a_mean_are_refused_by_name(dtype: torch.dtype, tmp_path
 @pytest.mark.parametrize(
     "name", ["te_remainder_tp2_fr", "te_prec8_dp2_dpr", "tf2_dcp", "v014_moe_dpzero_ep2"]
 )
-def test_masters_that_are_no_numbers_of_their_own_are_refused(name: str, tmp_path: Path) -> None:
+def test_masters_that_are_no_numbers_of_their_own_are_refused(name, tmp_path):
     root = fixture_dir(name)
     root = root / "checkpoint" if (root / "checkpoint").exists() else root
     with pytest.raises(UnsupportedCheckpointError, match=r"strip|modify-state-dict|fsdp_dtensor"):
@@ -360,7 +352,7 @@ def test_masters_that_are_no_numbers_of_their_own_are_refused(name: str, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_masters_of_another_step_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_masters_of_another_step_are_refused(tmp_path, capsys):
     stale = copy_of(RUN, tmp_path)
     key = f"optimizer.state.param.{NORM}"
     overwrite(stale / ITERATION, {key: oracle.tensors(stale / ITERATION)[key] + 1})
@@ -370,7 +362,7 @@ def test_masters_of_another_step_are_refused(tmp_path: Path, capsys: pytest.Capt
     assert f"strip {stale}" in err
 
 
-def test_shares() -> None:
+def test_shares():
     for weights, ema, expected in (
         (None, None, (0.5, 0.5)), ((1, 3), None, (0.25, 0.75)), (None, 0.25, (0.25, 0.75)),
     ):  # fmt: skip
@@ -385,12 +377,12 @@ def test_shares() -> None:
         (2, (1.0, 1.0), 0.5),
     ],
 )  # fmt: skip
-def test_shares_that_make_no_mean(count: int, weights: tuple[float, ...] | None, ema: float | None) -> None:
+def test_shares_that_make_no_mean(count, weights, ema):
     with pytest.raises(UsageError):
         mean_weights(count, weights, ema)
 
 
-def test_shares_that_are_divided_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shares_that_are_divided_are_told(tmp_path, capsys):
     words = ["average", *[str(DATA / RUN)] * 3, str(tmp_path / "out"), "--weights"]
     assert run([*words, "2,1,1", "--dry-run"]) == 0
     assert "0.5, 0.25, 0.25 (--weights divided by their sum, 4)" in capsys.readouterr().out
@@ -399,7 +391,7 @@ def test_shares_that_are_divided_are_told(tmp_path: Path, capsys: pytest.Capture
     assert report["given_weights"] == [0.5, 0.3, 0.2] and sum(report["weights"]) == pytest.approx(1)
 
 
-def test_an_average_of_moving_averages_is_one() -> None:
+def test_an_average_of_moving_averages_is_one():
     shares = mean_weights(7, None, 0.9)
     value = 0.0
     for number in range(7):
@@ -407,7 +399,7 @@ def test_an_average_of_moving_averages_is_one() -> None:
     assert sum(share * number for number, share in enumerate(shares)) == pytest.approx(value, rel=1e-12)
 
 
-def test_other_keys_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_keys_are_named(tmp_path, capsys):
     less = copy_of(RUN, tmp_path)
     with metadata_of(less) as metadata:
         for key in [k for k in metadata.state_dict_metadata if k.endswith(NORM)]:
@@ -420,7 +412,7 @@ def test_other_keys_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert not (tmp_path / "out").exists()
 
 
-def test_other_shapes_and_types_are_named(tmp_path: Path) -> None:
+def test_other_shapes_and_types_are_named(tmp_path):
     for name, value in (("a", torch.zeros(4)), ("b", torch.zeros(5)), ("c", torch.zeros(4).half())):
         dcp.save({"model": {"w": value}}, checkpoint_id=tmp_path / name, no_dist=True)
     with pytest.raises(MappingError, match=r"model\.w is float32 \(4,\) in .*a, but float32 \(5,\) in .*b"):
@@ -429,7 +421,7 @@ def test_other_shapes_and_types_are_named(tmp_path: Path) -> None:
         averaged([tmp_path / "a", tmp_path / "a", tmp_path / "c"], tmp_path / "out")
 
 
-def test_what_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_what_is_refused_before_anything_is_written(tmp_path):
     root = copy_of(RUN, tmp_path)
     with pytest.raises(UsageError, match="the same format"):
         averaged([root, fixture_dir(FSDP)], tmp_path / "out")
@@ -448,7 +440,7 @@ def stopped(sources: Sequence[Path], output: Path) -> None:
         average_checkpoints([str(s) for s in sources], str(output), AverageOptions(), stop)
 
 
-def test_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_it_goes_on_where_it_stopped(tmp_path):
     sources = [altered(RUN, tmp_path / "a", 1), DATA / RUN]
     averaged(sources, tmp_path / "whole")
     stopped(sources, tmp_path / "out")
@@ -461,7 +453,7 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changed", [0, 1])
-def test_it_does_not_go_on_from_a_source_that_changed(changed: int, tmp_path: Path) -> None:
+def test_it_does_not_go_on_from_a_source_that_changed(changed, tmp_path):
     sources = [altered(RUN, tmp_path / str(seed), seed) for seed in (1, 2)]
     stopped(sources, tmp_path / "out")
     path, at, _ = payload_of(sources[changed], f"optimizer.state.param.{NORM}", (0,))
@@ -470,7 +462,7 @@ def test_it_does_not_go_on_from_a_source_that_changed(changed: int, tmp_path: Pa
         averaged(sources, tmp_path / "out", resume=True)
 
 
-def test_tiles_of_all_sources_share_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_of_all_sources_share_the_memory(tmp_path, monkeypatch):
     for number in range(6):
         state = {"model": {"w": torch.full((1024, 512), float(number), dtype=torch.float32)}}
         dcp.save(state, checkpoint_id=tmp_path / str(number), no_dist=True)
@@ -490,7 +482,7 @@ def test_tiles_of_all_sources_share_the_memory(tmp_path: Path, monkeypatch: pyte
     assert oracle.tensors(tmp_path / "out")["model.w"].unique().tolist() == [2.5]
 
 
-def test_as_private_as_the_most_private_source(tmp_path: Path) -> None:
+def test_as_private_as_the_most_private_source(tmp_path):
     sources = [copy_of(RUN, tmp_path / name) for name in ("a", "b")]
     (sources[0] / ITERATION).chmod(0o700)
     averaged(sources, tmp_path / "out")

@@ -1,7 +1,5 @@
 """Bridge's files beside the checkpoint, and what the other side asks of a source that lacks it."""
 
-from __future__ import annotations
-
 import io
 import re
 import shutil

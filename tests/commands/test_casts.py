@@ -1,7 +1,5 @@
 """Casts of a conversion: what overflows is refused by name, what is rounded is counted, types are a model's own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -25,15 +23,13 @@ from ckpt_tools.cli.app import run
 from ckpt_tools.errors import VerificationError
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from ckpt_tools.model.catalog import Catalog, TensorEntry
-from ckpt_tools.model.choices import MegatronFormat
 from ckpt_tools.model.target import TargetTensor, kept_exactly
 from ckpt_tools.model.views import Source
-from tests.cases import cases as cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
+from tests.commands.launched import one_rank
 from tests.commands.rewritten import Parts, read, write
-from tests.conftest import DATA
+from tests.conftest import RUN
 
-RUN = DATA / "core019_llama_tp2_fully_reshardable"
 LLAMA = RUN / "iter_0000002"
 LARGE = "decoder.layers.mlp.linear_fc2.weight"
 MASTER = f"optimizer.state.param.{LARGE}"
@@ -50,7 +46,7 @@ def too_large() -> Parts:
 
 
 @pytest.mark.parametrize("to", ["fsdp_dtensor", "torch_dist", "hf", "hf again", "import"])
-def test_what_no_float16_can_hold_is_refused_by_name(to: MegatronFormat, tmp_path: Path) -> None:
+def test_what_no_float16_can_hold_is_refused_by_name(to, tmp_path):
     source = str(write(tmp_path / "source", too_large()))
     out = tmp_path / "out"
     key, element = "model.layers.1.mlp.down_proj.weight", "[3, 5]: 70144.0"
@@ -80,21 +76,17 @@ def test_what_no_float16_can_hold_is_refused_by_name(to: MegatronFormat, tmp_pat
     assert not out.exists() or not any(path.is_file() for path in out.rglob("*"))
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_job_is_not_handed_infinities(tmp_path: Path) -> None:
+def test_a_job_is_not_handed_infinities(tmp_path):
     source = str(write(tmp_path / "source", too_large()))
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-        options = ConvertOptions(target=TargetOptions(weights_only=True, dtype="float16"))
-        with pytest.raises(VerificationError, match=r"linear_fc2\.weight\[3, 5\]: 70000\.0 is too large"):
-            load_dtensors(source, mesh, options=options)
-    finally:
-        torch.distributed.destroy_process_group()
+    options = ConvertOptions(target=TargetOptions(weights_only=True, dtype="float16"))
+    with (
+        one_rank() as mesh,
+        pytest.raises(VerificationError, match=r"fc2\.weight\[3, 5\]: 70000\.0 is too large"),
+    ):
+        load_dtensors(source, mesh, options=options)
 
 
-def test_what_rounding_changes_is_counted(tmp_path: Path) -> None:
+def test_what_rounding_changes_is_counted(tmp_path):
     convert_to_fsdp_dtensor(RUN, tmp_path / "fsdp")
     report = export_hf(tmp_path / "fsdp", tmp_path / "hf")
     wide = export_hf(tmp_path / "fsdp", tmp_path / "wide", ExportOptions(dtype="float32"))
@@ -107,9 +99,7 @@ def test_what_rounding_changes_is_counted(tmp_path: Path) -> None:
     assert changed[report.written.rounded_most or ""] == max(changed.values())
 
 
-def test_weights_beside_their_masters_lose_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_beside_their_masters_lose_nothing(tmp_path, capsys):
     """With the masters they round; alone, what the source has of them is gone."""
     fsdp, back, alone = (str(tmp_path / name) for name in ("fsdp", "back", "alone"))
     convert_to_fsdp_dtensor(RUN, fsdp)
@@ -131,9 +121,7 @@ def test_weights_beside_their_masters_lose_nothing(
 @pytest.mark.parametrize(
     ("beside", "kept"), [((("model", "a"), ("model", "b")), True), ((("model", "a"),), False), ((), False)]
 )
-def test_a_cast_loses_nothing_where_all_its_source_is_written(
-    beside: tuple[tuple[str, str], ...], kept: bool
-) -> None:
+def test_a_cast_loses_nothing_where_all_its_source_is_written(beside, kept):
     """Stacked layers of which one alone has a master: what the other one's rounding changes is a loss."""
     catalog = Catalog("", {key: TensorEntry(key, "float32", (2,), ()) for key in ("a", "b")}, {})
     weight = TargetTensor("w", "bfloat16", (2, 2), (Source("a"), Source("b")))
@@ -145,7 +133,7 @@ def test_a_cast_loses_nothing_where_all_its_source_is_written(
 
 
 @pytest.mark.parametrize("to", ["torch_dist", "fsdp_dtensor"])
-def test_a_model_of_two_types_keeps_them(to: MegatronFormat, cases: Path, tmp_path: Path) -> None:
+def test_a_model_of_two_types_keeps_them(to, cases, tmp_path):
     source = cases / "mixed_dtype_rounded" / "hf"
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     weights = TargetOptions(fresh_optimizer=False)
@@ -165,7 +153,7 @@ def test_a_model_of_two_types_keeps_them(to: MegatronFormat, cases: Path, tmp_pa
         oracle.assert_same(oracle.model(tmp_path / f"hf{number}"), truth)
 
 
-def test_an_import_in_one_type_says_what_it_rounds(cases: Path, tmp_path: Path) -> None:
+def test_an_import_in_one_type_says_what_it_rounds(cases, tmp_path):
     source = cases / "mixed_dtype_rounded" / "hf"
     report = import_hf(source, tmp_path / "out", ImportOptions(dtype="bfloat16"))
     norms = [tensor for tensor in oracle.model(source).values() if tensor.dtype == torch.float32]
@@ -175,7 +163,7 @@ def test_an_import_in_one_type_says_what_it_rounds(cases: Path, tmp_path: Path) 
     assert report.written.rounded_tensors == 3  # stacked over layers: two norms; and the last one
 
 
-def test_an_export_in_fp32_takes_the_masters_of_either_format(tmp_path: Path) -> None:
+def test_an_export_in_fp32_takes_the_masters_of_either_format(tmp_path):
     wide = ExportOptions(dtype="float32")
     report = export_hf(RUN, tmp_path / "a", wide)
     assert (report.masters.use, report.masters.mode) == ("written", "sample")
@@ -193,7 +181,7 @@ def test_an_export_in_fp32_takes_the_masters_of_either_format(tmp_path: Path) ->
     assert json.loads((tmp_path / "a" / "config.json").read_bytes())["torch_dtype"] == "float32"
 
 
-def test_an_export_in_fp32_says_when_there_are_no_masters(tmp_path: Path) -> None:
+def test_an_export_in_fp32_says_when_there_are_no_masters(tmp_path):
     parts = read(LLAMA)
     weights = {key: tensor for key, tensor in parts.tensors.items() if not key.startswith("optimizer.")}
     encoded = {
@@ -214,7 +202,7 @@ def test_an_export_in_fp32_says_when_there_are_no_masters(tmp_path: Path) -> Non
     assert oracle.same_bytes(exports[0]["model.layers.1.mlp.down_proj.weight"], stored)
 
 
-def test_an_export_in_fp32_refuses_damaged_masters(tmp_path: Path) -> None:
+def test_an_export_in_fp32_refuses_damaged_masters(tmp_path):
     parts = read(LLAMA)
     parts.tensors[MASTER][1, 3, 5] *= 2
     source = write(tmp_path / "source", parts)
@@ -223,7 +211,7 @@ def test_an_export_in_fp32_refuses_damaged_masters(tmp_path: Path) -> None:
     export_hf(source, tmp_path / "out", ExportOptions(check_masters="none"))
 
 
-def test_an_import_refuses_what_only_bfloat16_can_hold(tmp_path: Path, cases: Path) -> None:
+def test_an_import_refuses_what_only_bfloat16_can_hold(tmp_path, cases):
     folder = tmp_path / "hf"
     folder.mkdir()
     source = cases / "mixed_dtype_rounded" / "hf"

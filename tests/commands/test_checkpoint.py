@@ -1,7 +1,5 @@
 """`ckpt_tools.open`: an index shows what numpy shows of the whole tensor; any format; errors as data; paths."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -25,14 +23,10 @@ from ckpt_tools.model.box import Box
 from ckpt_tools.model.dtypes import ITEMSIZE
 from ckpt_tools.model.kernels.casts import Array
 from tests.commands import oracle
-from tests.conftest import DATA, fixture_dir
+from tests.conftest import FSDP, RUN, fixture_dir
 from tests.damage import ITERATION
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
-
-RUN = DATA / "core019_llama_tp2_fully_reshardable"
 MOE = fixture_dir("core019_moe_ep2_fully_reshardable")
-FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 SHAPE = (5, 4, 3)
 
 
@@ -54,7 +48,7 @@ def parts(length: int) -> st.SearchStrategy[Any]:
 
 @given(data=st.data())
 @settings(max_examples=200, deadline=None)
-def test_an_index_shows_what_numpy_shows(numbers: Path, data: st.DataObject) -> None:
+def test_an_index_shows_what_numpy_shows(numbers, data):
     count = data.draw(st.integers(0, 3))
     index = [data.draw(parts(n)) for n in SHAPE[:count]]
     if data.draw(st.booleans()):
@@ -76,7 +70,7 @@ def test_an_index_shows_what_numpy_shows(numbers: Path, data: st.DataObject) -> 
     assert np.array_equal(found, expected)
 
 
-def test_scalars_and_empty_tensors(numbers: Path) -> None:
+def test_scalars_and_empty_tensors(numbers):
     with ckpt_tools.open(numbers) as c:
         assert (c["s"][()], c["s"][...].shape, c["s"].ndim) == (7, (), 0)
         assert c["e"][:].shape == (0, 3)
@@ -85,7 +79,7 @@ def test_scalars_and_empty_tensors(numbers: Path) -> None:
             len(c["s"])
 
 
-def test_indices_that_numpy_refuses_too(numbers: Path) -> None:
+def test_indices_that_numpy_refuses_too(numbers):
     with ckpt_tools.open(numbers) as c:
         for index in (5, (0, 0, 0, 0), (0, 9), (..., 3), "x", [0, 1], 1.5, True, (0, False), np.True_):
             with pytest.raises(IndexError):
@@ -94,7 +88,7 @@ def test_indices_that_numpy_refuses_too(numbers: Path) -> None:
             c["a"][True]
 
 
-def test_names_are_text(numbers: Path) -> None:
+def test_names_are_text(numbers):
     with ckpt_tools.open(numbers) as c:
         for name in (3, None, b"a", ("a",), slice(2)):
             with pytest.raises(TypeError, match=r"keys are text such as '.*', not"):
@@ -108,7 +102,7 @@ def test_names_are_text(numbers: Path) -> None:
             parameter[0]  # type: ignore[index]
 
 
-def test_only_the_box_is_read(numbers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_box_is_read(numbers, monkeypatch):
     boxes: list[Box] = []
     real = BoxReader.tensor
 
@@ -133,7 +127,7 @@ def test_only_the_box_is_read(numbers: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("dtype", ITEMSIZE)
-def test_every_element_type(dtype: str, tmp_path: Path) -> None:
+def test_every_element_type(dtype, tmp_path):
     raw: Array = np.arange(256, dtype=np.uint8)
     raw = raw & 1 if dtype == "bool" else np.tile(raw, ITEMSIZE[dtype])
     tensor = torch.frombuffer(bytearray(raw.tobytes()), dtype=getattr(torch, dtype))
@@ -148,7 +142,7 @@ def test_every_element_type(dtype: str, tmp_path: Path) -> None:
     )
 
 
-def test_ml_dtypes_are_used_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ml_dtypes_are_used_where_they_are_installed(monkeypatch):
     """The bits are those that are stored; a stand-in of the same width shows it without the package."""
     monkeypatch.setitem(sys.modules, "ml_dtypes", SimpleNamespace(bfloat16=np.float16))
     key = "decoder.final_layernorm.weight"
@@ -159,7 +153,7 @@ def test_ml_dtypes_are_used_where_they_are_installed(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("source", [RUN, MOE, FSDP], ids=lambda path: path.name)
-def test_keys_hold_what_stock_torch_loads(source: Path) -> None:
+def test_keys_hold_what_stock_torch_loads(source):
     expected = oracle.tensors(source / ITERATION)
     with ckpt_tools.open(source) as c:
         assert set(expected) <= set(c)
@@ -173,7 +167,7 @@ def test_keys_hold_what_stock_torch_loads(source: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["core016_llama_tp2_dp_reshardable", "core016_llama_tp2_fully_reshardable"])
-def test_parameters_have_their_states_in_any_layout(name: str) -> None:
+def test_parameters_have_their_states_in_any_layout(name):
     """Layer by layer, from one tensor of all layers or from flat buckets: the values are those of stacked states."""
     plain = oracle.tensors(fixture_dir("core016_llama_tp2_fully_reshardable") / ITERATION)
     with ckpt_tools.open(fixture_dir(name)) as c:
@@ -189,7 +183,7 @@ def test_parameters_have_their_states_in_any_layout(name: str) -> None:
             _ = p.adam
 
 
-def test_experts_are_parameters_of_their_own() -> None:
+def test_experts_are_parameters_of_their_own():
     stored = oracle.tensors(MOE / ITERATION)
     with ckpt_tools.open(MOE) as c:
         p = c.parameters["decoder.layers.1.mlp.experts.experts.3.linear_fc2.weight"]
@@ -198,14 +192,14 @@ def test_experts_are_parameters_of_their_own() -> None:
         assert len(c.parameters) == 25
 
 
-def test_masters_in_the_place_of_weights() -> None:
+def test_masters_in_the_place_of_weights():
     with ckpt_tools.open(FSDP) as c:
         p = c.parameters["decoder.final_layernorm.weight"]
         assert "weight" not in p.roles
         assert np.array_equal(p.main[:], c["model.module.decoder.final_layernorm.weight"][:])
 
 
-def test_names_that_are_not_there() -> None:
+def test_names_that_are_not_there():
     with ckpt_tools.open(RUN) as c:
         with pytest.raises(NoSuchKeyError, match=r"Did you mean .*final_layernorm\.weight"):
             c["decoder.final_layernorm"]
@@ -215,7 +209,7 @@ def test_names_that_are_not_there() -> None:
         assert isinstance(caught.value, MappingError)
 
 
-def test_errors_carry_their_problems_as_data(tmp_path: Path) -> None:
+def test_errors_carry_their_problems_as_data(tmp_path):
     """All of them, where the message lists some."""
     tensors = {f"decoder.layers.{i}.x": torch.ones(1) for i in range(40)}
     dcp.save(tensors, checkpoint_id=tmp_path / "a", no_dist=True)
@@ -230,7 +224,7 @@ def test_errors_carry_their_problems_as_data(tmp_path: Path) -> None:
     assert CkptError("two", ["a", "b"]).problems == ("a", "b")
 
 
-def test_every_listing_of_problems_is_also_data() -> None:
+def test_every_listing_of_problems_is_also_data():
     """Who raises with a list in the message hands the list over."""
     import ast
 
@@ -244,7 +238,7 @@ def test_every_listing_of_problems_is_also_data() -> None:
                 assert len(node.exc.args) == 2, f"{file}:{node.lineno}"
 
 
-def test_path_objects_everywhere(tmp_path: Path) -> None:
+def test_path_objects_everywhere(tmp_path):
     """Every function of the library takes them; reports name places as text."""
     out = tmp_path / "out"
     assert ckpt_tools.inspect_checkpoint(RUN).location.path == f"{RUN}/{ITERATION}"

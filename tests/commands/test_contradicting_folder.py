@@ -1,21 +1,17 @@
 """A folder whose number is not the iteration stored in it: commands say which counts for what."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import warnings
-from pathlib import Path
 
 import pytest
 
 import ckpt_tools
 from ckpt_tools.cli.app import run
 from ckpt_tools.formats.locate.detect import TRACKER, locate
-from tests.conftest import DATA, fixture_dir
+from tests.conftest import DATA, FSDP
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
-FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")
 WRITERS = [
     "convert {run} {out}", "convert {run} {out} --to torch_dist --target core-0.19",
     "convert {run} {out} --to dcp", "convert {run} {out} --iteration all", "convert {fsdp} {out} --gpus 4",
@@ -44,9 +40,7 @@ def renamed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("words", [*WRITERS, *READERS])
-def test_it_is_said_once_a_checkpoint(
-    words: str, renamed: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_is_said_once_a_checkpoint(words, renamed, tmp_path, capsys):
     out = tmp_path / "out"
     assert run(shlex.split(words.format(out=out, **renamed))) in (0, 1)
     said = [line for line in capsys.readouterr().err.splitlines() if "warning: " in line]
@@ -66,9 +60,7 @@ def test_it_is_said_once_a_checkpoint(
             assert len(again) == 1
 
 
-def test_no_name_is_proposed_that_is_taken(
-    renamed: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_name_is_proposed_that_is_taken(renamed, tmp_path, capsys):
     root = shutil.copytree(renamed["run"], tmp_path / "run")
     assert run(["verify", str(root)]) == 1
     assert "Fix: if 2 is right, rename the folder to iter_0000002" in capsys.readouterr().out
@@ -80,28 +72,24 @@ def test_no_name_is_proposed_that_is_taken(
         assert "rename" not in said
 
 
-def test_quiet_keeps_it_quiet(
-    renamed: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quiet_keeps_it_quiet(renamed, tmp_path, capsys):
     assert run(["convert", renamed["run"], str(tmp_path / "out"), "-q"]) == 0
     assert capsys.readouterr().err == ""
 
 
-def test_the_library_warns(renamed: dict[str, str]) -> None:
+def test_the_library_warns(renamed):
     with pytest.warns(UserWarning, match="the folder says iteration 9, the state in it 2"):
         ckpt_tools.inspect_checkpoint(renamed["run"])
 
 
 @pytest.mark.parametrize("name", ["iter_0000002", "release", "somewhere"])
-def test_nothing_is_said_where_nothing_contradicts(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_said_where_nothing_contradicts(name, tmp_path, capsys):
     shutil.copytree(LLAMA / "iter_0000002", tmp_path / name)
     assert run(["inspect", str(tmp_path / name)]) == 0
     assert capsys.readouterr().err == ""
 
 
-def test_a_state_that_cannot_be_read_is_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_state_that_cannot_be_read_is_copied(tmp_path, capsys):
     from tests.damage import copy_of
 
     root = copy_of("core019_llama_tp2_fully_reshardable", tmp_path / "run")

@@ -27,7 +27,6 @@ from ckpt_tools.formats.locate.detect import BRIDGE_TRACKER
 from ckpt_tools.model.transfers import Transfer
 from ckpt_tools.plan import build
 from ckpt_tools.plan.build import RawFile, Run, build_copy_plan
-from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.conftest import DATA, fixture_dir
 from tests.damage import ITERATION, copy_of, flip_bit, payload_of
 from tests.folders import content

@@ -1,7 +1,5 @@
 """Inputs of Hugging Face conversions that once went wrong (tests/data/README.md), through the commands."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -17,8 +15,6 @@ from ckpt_tools.commands.huggingface.export_hf import plan_export
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.megatron.huggingface.config.model_args import GluInterleave
 from ckpt_tools.megatron.huggingface.mapping.layouts import gate_up_in_turns
-from tests.cases import cases as cases  # noqa: PLC0414  a fixture
-from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.megatron.huggingface.by_rules import LLAMA, directory
 from tests.megatron.huggingface.test_layouts import model, numbered, to_core, to_hf
 
@@ -39,9 +35,7 @@ def config_of(source: Path, reference: Path | None) -> tuple[dict[str, Any], tup
      ("args_probs_on_input", "moe_apply_probs_on_input is True"),
      ("args_glu_linear_offset", "glu_linear_offset is 1.0")],
 )  # fmt: skip
-def test_settings_that_config_json_cannot_say(
-    case: str, setting: str, cases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_that_config_json_cannot_say(case, setting, cases, tmp_path, capsys):
     assert run(["export-hf", str(cases / case), str(tmp_path / "out")]) == 5
     error = capsys.readouterr().err
     assert setting in error and "--rules" in error and not (tmp_path / "out").exists()
@@ -53,9 +47,7 @@ def test_settings_that_config_json_cannot_say(
      ("classification_heads/hf_reward_model", 5, "score.weight [1, 32]: the head of a reward, value or"),
      ("vl_head_lost/qwen2_5_vl", 5, "lm_head.weight [64, 32] is missing")],
 )  # fmt: skip
-def test_models_as_users_have_them(
-    case: str, code: int, message: str, user_cases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_models_as_users_have_them(case, code, message, user_cases, tmp_path, capsys):
     source, out = str(user_cases / case), str(tmp_path / "run")
     assert run(["import-hf", source, out]) == code
     said = "".join(capsys.readouterr())
@@ -64,9 +56,7 @@ def test_models_as_users_have_them(
 
 
 @pytest.mark.parametrize("case", ["theta_both", "yarn_and_null"])
-def test_two_rotary_embeddings_in_one_config(
-    case: str, cases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_rotary_embeddings_in_one_config(case, cases, tmp_path, capsys):
     """On import, and as the reference of an export."""
     config = json.loads((cases / "rope_conflict" / case / "config.json").read_text())
     hf = tmp_path / "hf"
@@ -85,7 +75,7 @@ def test_two_rotary_embeddings_in_one_config(
     assert "rope_parameters has" in capsys.readouterr().err
 
 
-def test_a_reference_with_another_rotary_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reference_with_another_rotary_base(tmp_path, capsys):
     hf, other = tmp_path / "hf", tmp_path / "other"
     for folder, theta in ((hf, 10000.0), (other, 500000.0)):
         folder.mkdir()
@@ -101,7 +91,7 @@ def test_a_reference_with_another_rotary_base(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("with_reference", [False, True])
-def test_gemma3_of_bridge(with_reference: bool, cases: Path) -> None:
+def test_gemma3_of_bridge(with_reference, cases):
     """Two bases, a window, a softmax scale: all from the checkpoint."""
     case = cases / "gemma3_bridge_rotary_base"
     reference = json.loads((case / "hf" / "config.json").read_text())
@@ -116,14 +106,14 @@ def test_gemma3_of_bridge(with_reference: bool, cases: Path) -> None:
 
 @pytest.mark.parametrize("field", ["rope_theta", "rope_local_base_freq", "sliding_window", "query_pre_attn_scalar",
                                    "sliding_window_pattern"])  # fmt: skip
-def test_a_reference_that_contradicts_gemma3(field: str, cases: Path, tmp_path: Path) -> None:
+def test_a_reference_that_contradicts_gemma3(field, cases, tmp_path):
     case = cases / "gemma3_bridge_rotary_base"
     config = json.loads((case / "hf" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, field: 2 * config[field]}))
     assert run(["export-hf", str(case / "run"), str(tmp_path / "out"), "--hf-config", str(tmp_path)]) == 5
 
 
-def test_linear_scaling_of_gemma3_is_its_factor(cases: Path, tmp_path: Path) -> None:
+def test_linear_scaling_of_gemma3_is_its_factor(cases, tmp_path):
     """rope_scaling_factor divides the frequencies of the global layers, whatever `rope_scaling` says."""
     source = tmp_path / "run"
     shutil.copytree(cases / "gemma3_bridge_rotary_base" / "run", source)
@@ -133,7 +123,7 @@ def test_linear_scaling_of_gemma3_is_its_factor(cases: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("with_reference", "length"), [(False, 131072), (True, 4096)])
-def test_enable_gpt_oss_is_yarn(with_reference: bool, length: int, cases: Path) -> None:
+def test_enable_gpt_oss_is_yarn(with_reference, length, cases):
     """Megatron-LM computes with 131072, the released models with 4096: the one that counts is said."""
     case = cases / "enable_gpt_oss"
     config, notes = config_of(case / "run", case / "hf" if with_reference else None)
@@ -143,7 +133,7 @@ def test_enable_gpt_oss_is_yarn(with_reference: bool, length: int, cases: Path) 
 
 
 @pytest.mark.parametrize(("run_of", "hf"), [("run", "hf"), ("run_v2lite", "hf_v2lite")])
-def test_one_group_of_experts_is_none(run_of: str, hf: str, cases: Path) -> None:
+def test_one_group_of_experts_is_none(run_of, hf, cases):
     case = cases / "n_group_1_reference"
     for reference in (case / hf, None):
         config, notes = config_of(case / run_of, reference)
@@ -151,14 +141,14 @@ def test_one_group_of_experts_is_none(run_of: str, hf: str, cases: Path) -> None
         assert not [note for note in notes if "routing" in note or "not known" in note]
 
 
-def test_a_reference_with_the_older_word_keeps_it_for_its_own_code(cases: Path) -> None:
+def test_a_reference_with_the_older_word_keeps_it_for_its_own_code(cases):
     case = cases / "n_group_1_reference"
     config, _ = config_of(case / "run_v2lite", case / "hf_v2lite")
     assert config["rope_scaling"]["type"] == config["rope_scaling"]["rope_type"] == "yarn"
     assert "auto_map" in config
 
 
-def test_interleaved_experts_export_as_contiguous_ones(cases: Path, tmp_path: Path) -> None:
+def test_interleaved_experts_export_as_contiguous_ones(cases, tmp_path):
     for form in ("contiguous", "interleaved"):
         assert run(["export-hf", str(cases / "glu_interleave" / form), str(tmp_path / form)]) == 0
     ours, theirs = (tmp_path / form / "model.safetensors" for form in ("interleaved", "contiguous"))
@@ -168,7 +158,7 @@ def test_interleaved_experts_export_as_contiguous_ones(cases: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("block", "parts"), [(2, 1), (2, 3), (4, 1), (1, 2), (12, 1)])
-def test_gate_and_up_rows_in_turns(block: int, parts: int) -> None:
+def test_gate_and_up_rows_in_turns(block, parts):
     """What each rank's kernel takes apart, from the halves in which its rows were stored."""
     gate, up = numbered(12, 3), -1 - numbered(12, 3)
     ranks = [

@@ -1,7 +1,5 @@
 """Hugging Face folders as they are published and cached, and what is said of those that cannot be imported."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -16,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from ckpt_tools import ExportOptions, export_hf, import_hf, inspect_checkpoint
 from ckpt_tools.commands.huggingface.folder import pack_shards, shard_index
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
-from tests.cases import cases as cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n"
@@ -28,7 +25,7 @@ def there_and_back(source: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
     return oracle.model(tmp_path / "back")
 
 
-def test_adapters_are_named_with_the_way_out(cases: Path, tmp_path: Path) -> None:
+def test_adapters_are_named_with_the_way_out(cases, tmp_path):
     with pytest.raises(MappingError) as caught:
         import_hf(cases / "peft_names", tmp_path / "out")
     text = str(caught.value)
@@ -47,7 +44,7 @@ def test_adapters_are_named_with_the_way_out(cases: Path, tmp_path: Path) -> Non
         "lm_head.modules_to_save.default.weight",
     ],
 )
-def test_every_kind_of_adapter_is_known_by_its_names(name: str, cases: Path, tmp_path: Path) -> None:
+def test_every_kind_of_adapter_is_known_by_its_names(name, cases, tmp_path):
     source = cases / "mixed_dtype_rounded" / "hf"
     folder = tmp_path / "hf"
     shutil.copytree(source, folder)
@@ -56,7 +53,7 @@ def test_every_kind_of_adapter_is_known_by_its_names(name: str, cases: Path, tmp
         import_hf(folder, tmp_path / "out")
 
 
-def test_the_index_says_which_files_are_the_model(cases: Path, tmp_path: Path) -> None:
+def test_the_index_says_which_files_are_the_model(cases, tmp_path):
     source = cases / "mistral_consolidated" / "hf"
     report = import_hf(source, tmp_path / "out")
     assert "not in the index and not read: consolidated.safetensors" in report.notes
@@ -64,7 +61,7 @@ def test_the_index_says_which_files_are_the_model(cases: Path, tmp_path: Path) -
     oracle.assert_same(there_and_back(source, tmp_path), truth)
 
 
-def test_stored_rotary_frequencies_are_left_out_and_said(cases: Path, tmp_path: Path) -> None:
+def test_stored_rotary_frequencies_are_left_out_and_said(cases, tmp_path):
     source = cases / "moonlight_inv_freq" / "hf"
     report = import_hf(source, tmp_path / "out")
     left_out = [f"model.layers.{n}.self_attn.rotary_emb.inv_freq" for n in range(3)]
@@ -79,7 +76,7 @@ def test_stored_rotary_frequencies_are_left_out_and_said(cases: Path, tmp_path: 
     oracle.assert_same(there_and_back(source, tmp_path), truth)
 
 
-def test_pointers_are_named_wherever_they_stand(cases: Path, tmp_path: Path) -> None:
+def test_pointers_are_named_wherever_they_stand(cases, tmp_path):
     folder = tmp_path / "hf"
     shutil.copytree(cases / "mixed_dtype_rounded" / "hf", folder)
     (folder / "config.json").write_bytes(LFS)
@@ -106,7 +103,7 @@ def cache(folder: Path, source: Path, revisions: tuple[str, ...], main: str | No
 
 
 @pytest.mark.parametrize("main", ["b2", None])
-def test_the_root_of_a_cache_means_its_snapshot(main: str | None, cases: Path, tmp_path: Path) -> None:
+def test_the_root_of_a_cache_means_its_snapshot(main, cases, tmp_path):
     source = cases / "mixed_dtype_rounded" / "hf"
     root = cache(tmp_path, source, ("a1", "b2") if main else ("b2",), main)
     oracle.assert_same(there_and_back(root, tmp_path), oracle.model(source))
@@ -116,14 +113,14 @@ def test_the_root_of_a_cache_means_its_snapshot(main: str | None, cases: Path, t
         assert inspect_checkpoint(str(place)).location.path == f"{root}/snapshots/b2"
 
 
-def test_several_snapshots_without_a_main_one_are_named(cases: Path, tmp_path: Path) -> None:
+def test_several_snapshots_without_a_main_one_are_named(cases, tmp_path):
     root = cache(tmp_path, cases / "mixed_dtype_rounded" / "hf", ("a1", "b2"), "gone")
     for command in (lambda: import_hf(root, tmp_path / "out"), lambda: inspect_checkpoint(str(root))):
         with pytest.raises(UsageError, match=f"2 snapshots.*{root}/snapshots/a1, {root}/snapshots/b2"):
             command()
 
 
-def test_a_folder_of_caches_and_one_of_pickles_say_what_to_give(cases: Path, tmp_path: Path) -> None:
+def test_a_folder_of_caches_and_one_of_pickles_say_what_to_give(cases, tmp_path):
     cache(tmp_path / "hub", cases / "mixed_dtype_rounded" / "hf", ("a1",), None)
     with pytest.raises(UnsupportedCheckpointError, match=r"a Hugging Face cache.*hub/models--some--model\."):
         inspect_checkpoint(str(tmp_path / "hub"))
@@ -166,7 +163,7 @@ def with_files(cases: Path, folder: Path, names: list[str]) -> Path:
     return folder
 
 
-def test_tokenizers_of_every_kind_are_carried_and_what_is_not_is_said(cases: Path, tmp_path: Path) -> None:
+def test_tokenizers_of_every_kind_are_carried_and_what_is_not_is_said(cases, tmp_path):
     source = with_files(cases, tmp_path / "hf", [*CARRIED, *LEFT, *WEIGHTS])
     import_hf(source, tmp_path / "run")
     report = export_hf(
@@ -180,9 +177,7 @@ def test_tokenizers_of_every_kind_are_carried_and_what_is_not_is_said(cases: Pat
     assert not any("no tokenizer" in note for note in report.notes)
 
 
-def test_an_output_with_a_folder_of_templates_is_replaced_and_found_finished(
-    cases: Path, tmp_path: Path
-) -> None:
+def test_an_output_with_a_folder_of_templates_is_replaced_and_found_finished(cases, tmp_path):
     name = "additional_chat_templates/tool_use.jinja"
     source = with_files(cases, tmp_path / "hf", [name])
     import_hf(source, tmp_path / "run")
@@ -199,9 +194,7 @@ def test_an_output_with_a_folder_of_templates_is_replaced_and_found_finished(
 @pytest.mark.parametrize(
     "names_code", ["config.json", "tokenizer_config.json", "processor_config.json", None]
 )
-def test_code_goes_along_where_something_names_it(
-    names_code: str | None, cases: Path, tmp_path: Path
-) -> None:
+def test_code_goes_along_where_something_names_it(names_code, cases, tmp_path):
     """Kimi's tokenizer is a Python file that tokenizer_config.json names; its model is one that config.json names."""
     source = with_files(cases, tmp_path / "hf", ["modeling_own.py", "tokenization_own.py"])
     if names_code is not None:
@@ -217,7 +210,7 @@ def test_code_goes_along_where_something_names_it(
     assert len(said) == (names_code is None)
 
 
-def test_a_pointer_is_not_taken_for_a_tokenizer(cases: Path, tmp_path: Path) -> None:
+def test_a_pointer_is_not_taken_for_a_tokenizer(cases, tmp_path):
     """`tokenizer.json` of a large vocabulary is in LFS like weights, and a clone without them has its pointer."""
     source = with_files(cases, tmp_path / "hf", ["tokenizer.json"])
     import_hf(source, tmp_path / "run")
@@ -227,7 +220,7 @@ def test_a_pointer_is_not_taken_for_a_tokenizer(cases: Path, tmp_path: Path) -> 
     assert not (tmp_path / "back").exists()
 
 
-def test_a_model_without_a_tokenizer_says_which_way_out_there_is(cases: Path, tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_says_which_way_out_there_is(cases, tmp_path):
     source = with_files(cases, tmp_path / "hf", ["LICENSE"])
     import_hf(source, tmp_path / "run")
     notes = export_hf(tmp_path / "run", tmp_path / "a").notes
@@ -240,7 +233,7 @@ def test_a_model_without_a_tokenizer_says_which_way_out_there_is(cases: Path, tm
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.integers(1, 50))
-def test_same_cuts_as_huggingface_hub(sizes: list[int], limit: int) -> None:
+def test_same_cuts_as_huggingface_hub(sizes, limit):
     hub = pytest.importorskip("huggingface_hub", reason="the optional peer huggingface_hub is not installed")
     from huggingface_hub.serialization._base import split_state_dict_into_shards_factory
 

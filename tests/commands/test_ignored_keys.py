@@ -1,7 +1,5 @@
 """`--ignore-keys` leaves out what it matches, tensors too, in every command that has it, and says what it did."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -22,7 +20,6 @@ from ckpt_tools import (
 )
 from ckpt_tools.cli.app import run
 from ckpt_tools.errors import MappingError
-from tests.cases import cases as cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
 from tests.commands.made import fsdp, hf, torch_dist
 
@@ -42,16 +39,14 @@ def without(cases: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_to_fsdp_dtensor(cases: Path, without: Path, tmp_path: Path) -> None:
+def test_to_fsdp_dtensor(cases, without, tmp_path):
     dropped = converted(cases / "quantizer_keys", tmp_path / "out", GLOB)
     assert sum(line.endswith("_amax: --ignore-keys") for line in dropped) == 4
     oracle.assert_same(tmp_path / "out", fsdp(without))
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_diff_with_an_export_leaves_out_what_the_export_did(
-    swapped: bool, cases: Path, tmp_path: Path
-) -> None:
+def test_diff_with_an_export_leaves_out_what_the_export_did(swapped, cases, tmp_path):
     source, model = str(cases / "quantizer_keys"), str(tmp_path / "hf")
     export_hf(source, model, ExportOptions(ignore_keys=(GLOB,)))
     sides = (model, source) if swapped else (source, model)
@@ -69,7 +64,7 @@ def test_diff_with_an_export_leaves_out_what_the_export_did(
 
 
 @pytest.mark.parametrize("dtype", [None, "float32"])
-def test_export(dtype: str | None, cases: Path, without: Path, tmp_path: Path) -> None:
+def test_export(dtype, cases, without, tmp_path):
     source = str(cases / "quantizer_keys")
     with pytest.raises(MappingError, match="quantizer"):
         export_hf(source, tmp_path / "out", ExportOptions(dtype=dtype))
@@ -80,7 +75,7 @@ def test_export(dtype: str | None, cases: Path, without: Path, tmp_path: Path) -
     oracle.assert_same(oracle.model(tmp_path / "out"), oracle.model(hf(without, dtype=dtype)))
 
 
-def test_the_way_back_and_a_new_layout(cases: Path, without: Path, tmp_path: Path) -> None:
+def test_the_way_back_and_a_new_layout(cases, without, tmp_path):
     source = fsdp(cases / "quantizer_keys")
     assert any("quantizer" in key for key in oracle.tensors(source))
     options = ToTorchDistOptions(ignore_keys=(GLOB,))
@@ -95,7 +90,7 @@ def test_the_way_back_and_a_new_layout(cases: Path, without: Path, tmp_path: Pat
     oracle.assert_same(tmp_path / "again", tmp_path / "truth")
 
 
-def test_a_plan_leaves_them_out(cases: Path) -> None:
+def test_a_plan_leaves_them_out(cases):
     options = ConvertOptions(ignore_keys=(GLOB,))
     report = plan_checkpoint(cases / "quantizer_keys", Layout("mfsdp-v1", Topology(dp_shard=2)), options)
     assert not any("quantizer" in item.key for item in report.items())
@@ -104,9 +99,7 @@ def test_a_plan_leaves_them_out(cases: Path) -> None:
 @pytest.mark.parametrize(
     "command", ["convert", "convert --to torch_dist", "convert --to dcp", "export-hf", "plan"]
 )
-def test_a_glob_that_matches_nothing_is_refused(
-    command: str, cases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_glob_that_matches_nothing_is_refused(command, cases, tmp_path, capsys):
     """What was meant would be in the output all the same."""
     output = [] if command == "plan" else [str(tmp_path / "out")]
     globs = ["--ignore-keys", GLOB, "--ignore-keys", "*output_layr*"]
@@ -116,6 +109,6 @@ def test_a_glob_that_matches_nothing_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_weight_still_needs_is_missed(cases: Path, tmp_path: Path) -> None:
+def test_what_a_weight_still_needs_is_missed(cases, tmp_path):
     with pytest.raises(MappingError, match=r"there is no weight decoder\.layers\.mlp\.linear_fc2\.weight"):
         converted(cases / "quantizer_keys", tmp_path / "out", "decoder.layers.mlp.linear_fc2.weight")

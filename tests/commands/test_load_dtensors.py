@@ -1,7 +1,5 @@
 """Shards for a running job, on real processes: straight from checkpoints, and by stock torch from laid out ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Commands that take the stored weights alone hold them against the masters that they leave out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from ckpt_tools import ExportOptions, export_hf, merge_adapter, strip_checkpoint
 from ckpt_tools.cli.app import run
 from ckpt_tools.errors import CorruptCheckpointError, VerificationError
 from ckpt_tools.megatron.keys import bucket_key
-from tests.commands.test_diff_weights import FC2, LLAMA, NAN, ZERO, damaged, filled
+from tests.commands.test_diff import FC2, LLAMA, NAN_BITS, ZERO, damaged, filled
 from tests.conftest import fixture_dir
 from tests.damage import copy_of, drop_key, flip_bit, infos_of, keys_with, metadata_of, payload_of
 from tests.megatron.adapter_checkpoints import lora
@@ -23,11 +21,9 @@ COMMANDS = ["export-hf", "convert --to hf", "strip"]
 BUCKETS = "core016_llama_tp2_dp_reshardable"
 
 
-@pytest.mark.parametrize("element", [ZERO, NAN], ids=["zeros", "nan"])
+@pytest.mark.parametrize("element", [ZERO, NAN_BITS], ids=["zeros", "nan"])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_destroyed_weights_beside_sound_masters_are_refused(
-    command: str, element: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_destroyed_weights_beside_sound_masters_are_refused(command, element, tmp_path, capsys):
     source, out = damaged(tmp_path, element), tmp_path / "out"
     words = [*command.split(), str(source), str(out), "-q"]
     for level in ("sample", "all"):
@@ -40,7 +36,7 @@ def test_destroyed_weights_beside_sound_masters_are_refused(
     assert run([*words, "--check-masters", "none"]) == 0
 
 
-def test_what_is_taken_unproven_is_what_is_stored(tmp_path: Path) -> None:
+def test_what_is_taken_unproven_is_what_is_stored(tmp_path):
     source = damaged(tmp_path, ZERO)
     export_hf(source, tmp_path / "hf", ExportOptions(check_masters="none"))
     strip_checkpoint(source, tmp_path / "weights", check_masters="none")
@@ -54,7 +50,7 @@ def test_what_is_taken_unproven_is_what_is_stored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_sound_masters_are_counted(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sound_masters_are_counted(command, tmp_path, capsys):
     words = [*command.split(), str(fixture_dir(LLAMA)), str(tmp_path / "out"), "-q", "--json"]
     assert run([*words, "--check-masters", "all"]) == 0
     masters = json.loads(capsys.readouterr().out)["masters"]
@@ -64,7 +60,7 @@ def test_sound_masters_are_counted(command: str, tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("name", [LLAMA, BUCKETS])
-def test_damage_that_a_checksum_shows_is_called_so(name: str, tmp_path: Path) -> None:
+def test_damage_that_a_checksum_shows_is_called_so(name, tmp_path):
     source: Path = copy_of(name, tmp_path)
     path, start, _ = payload_of(source, FC2, (0, 0, 0))
     flip_bit(path, start + 1, 6)
@@ -74,7 +70,7 @@ def test_damage_that_a_checksum_shows_is_called_so(name: str, tmp_path: Path) ->
         strip_checkpoint(source, tmp_path / "weights")
 
 
-def test_damaged_masters_are_refused_too(tmp_path: Path) -> None:
+def test_damaged_masters_are_refused_too(tmp_path):
     """Which of the two is wrong is not known."""
     source: Path = copy_of(LLAMA, tmp_path)
     filled(source, f"optimizer.state.param.{FC2}", "float32", b"\0\0\0\0")
@@ -83,11 +79,9 @@ def test_damaged_masters_are_refused_too(tmp_path: Path) -> None:
             work(source, tmp_path / "out")
 
 
-@pytest.mark.parametrize("element", [ZERO, NAN], ids=["zeros", "nan"])
+@pytest.mark.parametrize("element", [ZERO, NAN_BITS], ids=["zeros", "nan"])
 @pytest.mark.parametrize("command", [*COMMANDS, "convert --to hf --dtype float32"])
-def test_destroyed_weights_beside_buckets_are_refused(
-    command: str, element: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_destroyed_weights_beside_buckets_are_refused(command, element, tmp_path, capsys):
     """Content alone tells which masters are whose, and these masters are nobody's."""
     source: Path = copy_of(BUCKETS, tmp_path)
     out = tmp_path / "out"
@@ -103,7 +97,7 @@ def test_destroyed_weights_beside_buckets_are_refused(
     assert run([first, *options, str(source), str(out), "-q", "--check-masters", "none"]) == 0
 
 
-def test_an_adapter_is_not_merged_into_weights_that_buckets_contradict(tmp_path: Path) -> None:
+def test_an_adapter_is_not_merged_into_weights_that_buckets_contradict(tmp_path):
     source: Path = copy_of("core019_llama_tp2_dp_reshardable", tmp_path)
     adapter, out = str(lora().save(tmp_path / "adapter")), str(tmp_path / "out")
     assert merge_adapter(str(source), adapter, out).masters.use == "merged"
@@ -112,7 +106,7 @@ def test_an_adapter_is_not_merged_into_weights_that_buckets_contradict(tmp_path:
         merge_adapter(str(source), adapter, str(tmp_path / "another"))
 
 
-def test_masters_that_cannot_be_read_are_noted(tmp_path: Path) -> None:
+def test_masters_that_cannot_be_read_are_noted(tmp_path):
     """Nothing contradicts the weights then."""
     source: Path = copy_of(BUCKETS, tmp_path)
     with metadata_of(source) as metadata:
@@ -133,7 +127,7 @@ def saved(folder: Path, weights: dict[str, torch.Tensor], masters: list[torch.Te
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_plain_state_dict_has_masters_too(tmp_path: Path) -> None:
+def test_a_plain_state_dict_has_masters_too(tmp_path):
     masters = [torch.arange(128.0).reshape(8, 16) + 0.3, torch.ones(4, 16) + 0.3]
     weights = {f"net.{i}.weight": master.bfloat16() for i, master in enumerate(masters)}
     sound = saved(tmp_path / "sound", weights, masters)
@@ -147,6 +141,6 @@ def test_a_plain_state_dict_has_masters_too(tmp_path: Path) -> None:
     assert not (tmp_path / "weights").exists()
 
 
-def test_megatrons_torch_dcp_has_masters_too(tmp_path: Path) -> None:
+def test_megatrons_torch_dcp_has_masters_too(tmp_path):
     report = export_hf(fixture_dir("tf2_dcp"), tmp_path / "out")
     assert (report.masters.use, report.masters.found.tensors) == ("left_out", 19)

@@ -1,7 +1,5 @@
 """A conversion for three ranks, loaded into uneven DTensors that the released megatron-fsdp describes to DCP."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -18,7 +16,6 @@ from ckpt_tools.commands.job.placements import Layout
 from ckpt_tools.sharding.topology import Topology
 from tests.commands import oracle
 from tests.conftest import DATA
-from tests.megatron.dcp.sharded_cases import sharded as sharded  # noqa: PLC0414  a fixture
 
 PEER = Path(os.environ.get("CKPT_TOOLS_PEERS", ""), "megatron_fsdp-0.6.1")
 WORKER = Path(__file__).with_name("megatron_fsdp_worker.py")

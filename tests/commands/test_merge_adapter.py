@@ -1,7 +1,5 @@
 """`merge-adapter`: bit-equal to whole tensors in torch, for every way that adapters are stored; what it refuses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +12,14 @@ from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.model.box import Box
-from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
 from tests.commands.made import fsdp, hf, stripped, torch_dist
-from tests.conftest import DATA, fixture_dir
+from tests.conftest import RUN, fixture_dir
 from tests.damage import ITERATION
 from tests.folders import is_sound
 from tests.megatron.adapter_checkpoints import FC1, FC2, PROJ, QKV, AdapterFolder, canonical, lora
 from tests.synthetic import DcpFolder
 
-RUN = DATA / "core019_llama_tp2_fully_reshardable"
 HEADS, GROUPS, DIM = 4, 2, 8
 
 
@@ -44,10 +40,8 @@ def whole_delta(made: AdapterFolder, module: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("make", [lora, canonical])
-def test_parts_are_added_to_masters_and_weights_are_their_rounding(
-    make: object, tp: int, tmp_path: Path
-) -> None:
-    made = make(tp=tp)  # type: ignore[operator]
+def test_parts_are_added_to_masters_and_weights_are_their_rounding(make, tp, tmp_path):
+    made = make(tp=tp)
     report = merge_adapter(str(RUN), str(made.save(tmp_path / "adapter")), str(tmp_path / "out"))
     before, after = oracle.tensors(RUN / ITERATION), oracle.tensors(tmp_path / "out" / ITERATION)
     weights = {key for key in before if not key.startswith("optimizer.")}
@@ -82,7 +76,7 @@ def weights_only() -> Path:
 
 @pytest.mark.parametrize("memory", [1 << 20, 96 << 20])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-def test_without_masters_the_sum_is_rounded_once(dtype: torch.dtype, memory: int, tmp_path: Path) -> None:
+def test_without_masters_the_sum_is_rounded_once(dtype, memory, tmp_path):
     made, base = lora(dtype=dtype, alpha=0.7), weights_only()
     options = MergeOptions(write=WriteOptions(memory_bytes=memory))
     report = merge_adapter(str(base), str(made.save(tmp_path / "adapter")), str(tmp_path / "out"), options)
@@ -111,7 +105,7 @@ def wrapped(base: Path, made: AdapterFolder, place: Path, to_wrap: bool) -> Path
 
 
 @pytest.mark.parametrize("to_wrap", [True, False])
-def test_a_wrapped_checkpoint_merges_by_itself(to_wrap: bool, tmp_path: Path) -> None:
+def test_a_wrapped_checkpoint_merges_by_itself(to_wrap, tmp_path):
     made, base = lora(tp=2), weights_only()
     apart, together = tmp_path / "apart", tmp_path / "together"
     merge_adapter(str(base), str(made.save(tmp_path / "adapter")), str(apart))
@@ -120,7 +114,7 @@ def test_a_wrapped_checkpoint_merges_by_itself(to_wrap: bool, tmp_path: Path) ->
     oracle.assert_same(found, expected)
 
 
-def test_masters_in_the_place_of_weights_are_merged_as_such(tmp_path: Path) -> None:
+def test_masters_in_the_place_of_weights_are_merged_as_such(tmp_path):
     """fsdp_dtensor from fsdp_dtensor: fp32 sums. Converted back it is what a torch_dist base gives."""
     made = canonical(tp=2)
     adapter = str(made.save(tmp_path / "adapter"))
@@ -142,7 +136,7 @@ EXPERTS = "decoder.layers.1.mlp.experts.experts.linear_fc1"
 LAYER = "decoder.layers.1."
 
 
-def test_adapters_of_experts_router_and_shared_expert(tmp_path: Path) -> None:
+def test_adapters_of_experts_router_and_shared_expert(tmp_path):
     made = AdapterFolder(tp=2)
     made.add(f"{EXPERTS}.adapter", (), 96, 32)  # one for all experts
     made.add(f"{EXPERTS.replace('fc1', 'fc2')}.adapter", (4,), 32, 48)  # one each
@@ -161,7 +155,7 @@ def test_adapters_of_experts_router_and_shared_expert(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_halves_of_an_fc1_without_a_gate_belong_together_again(tp: int, tmp_path: Path) -> None:
+def test_halves_of_an_fc1_without_a_gate_belong_together_again(tp, tmp_path):
     """Bridge cuts B of every fc1 as if it had a gate; what a rank held is put together again."""
     made = AdapterFolder(tp=tp, gated=False)
     made.add(FC1, (2,), 128, 32)
@@ -174,7 +168,7 @@ def test_halves_of_an_fc1_without_a_gate_belong_together_again(tp: int, tmp_path
 
 
 @pytest.mark.parametrize("form", ["fsdp_dtensor", "nemo"])
-def test_other_writers_names_are_understood(form: str, tmp_path: Path) -> None:
+def test_other_writers_names_are_understood(form, tmp_path):
     """Megatron-FSDP names layers one by one behind wrappers and cuts rows; NeMo 2 has `module.` and `weights/`."""
     made, base = canonical(rank=4), weights_only()
     folder = DcpFolder(tmp_path / "adapter" / ("weights" if form == "nemo" else ""))
@@ -201,7 +195,7 @@ def test_other_writers_names_are_understood(form: str, tmp_path: Path) -> None:
         assert oracle.same_bytes(found[key], tensor), key
 
 
-def test_weights_that_the_adapter_holds_whole_are_taken(tmp_path: Path) -> None:
+def test_weights_that_the_adapter_holds_whole_are_taken(tmp_path):
     made, base = lora(), weights_only()
     folder = DcpFolder(tmp_path / "adapter")
     made.fill(folder)
@@ -221,7 +215,7 @@ def without_config(made: AdapterFolder, tmp_path: Path) -> str:
     return str(place)
 
 
-def test_alpha_is_asked_for_where_nothing_tells_it(tmp_path: Path) -> None:
+def test_alpha_is_asked_for_where_nothing_tells_it(tmp_path):
     adapter, out = without_config(lora(), tmp_path), tmp_path / "out"
     with pytest.raises(UsageError, match="give that of the training job with --alpha"):
         merge_adapter(str(RUN), adapter, str(out))
@@ -242,7 +236,7 @@ def refused(error: type[Exception], base: Path, adapter: object, tmp_path: Path,
     return str(caught.value)
 
 
-def test_what_contradicts_itself_is_refused(tmp_path: Path) -> None:
+def test_what_contradicts_itself_is_refused(tmp_path):
     adapter = lora().save(tmp_path / "a")
     assert "run_config.yaml of" in refused(UsageError, RUN, adapter, tmp_path, alpha=5)
     config = adapter / "run_config.yaml"
@@ -265,9 +259,7 @@ def test_what_contradicts_itself_is_refused(tmp_path: Path) -> None:
         ("decoder.layers.mlp.linear_fc9.adapter", 32, 32, "0.mlp.linear_fc9.weight: the base has no such weight"),
     ],
 )  # fmt: skip
-def test_adapters_that_do_not_fit_are_named(
-    module: str, out: int, into: int, message: str, tmp_path: Path
-) -> None:
+def test_adapters_that_do_not_fit_are_named(module, out, into, message, tmp_path):
     made = AdapterFolder()
     made.add(module, (2,), out, into)
     text = refused(MappingError, RUN, made.save(tmp_path / "a"), tmp_path)
@@ -278,9 +270,7 @@ def test_adapters_that_do_not_fit_are_named(
 @pytest.mark.parametrize(
     "shapes", [((8,), (8,)), ((), ()), ((2, 3, 32), (64, 3)), ((2, 0, 32), (2, 64, 0)), ((3, 32), (64, 3))]
 )
-def test_shapes_that_are_those_of_no_adapter_are_named(
-    shapes: tuple[tuple[int, ...], ...], tmp_path: Path
-) -> None:
+def test_shapes_that_are_those_of_no_adapter_are_named(shapes, tmp_path):
     folder = DcpFolder(tmp_path / "a")
     for side, shape in zip(("in", "out"), shapes, strict=True):
         folder.tensor(f"{QKV}.linear_{side}.weight", "float32", np.ones(shape, np.float32))
@@ -290,12 +280,12 @@ def test_shapes_that_are_those_of_no_adapter_are_named(
 
 
 @pytest.mark.parametrize("alpha", [float("nan"), float("inf")])
-def test_alpha_is_a_number(alpha: float, tmp_path: Path) -> None:
+def test_alpha_is_a_number(alpha, tmp_path):
     adapter = without_config(lora(), tmp_path)
     assert "a number is expected" in refused(UsageError, RUN, adapter, tmp_path, alpha=alpha)
 
 
-def test_half_an_adapter_and_other_kinds_are_named(tmp_path: Path) -> None:
+def test_half_an_adapter_and_other_kinds_are_named(tmp_path):
     def with_tensor(key: str, without: str = "") -> Path:
         made, place = lora(), tmp_path / key
         folder = DcpFolder(place)
@@ -323,14 +313,14 @@ def test_half_an_adapter_and_other_kinds_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ep", [2, 8])
-def test_adapters_of_experts_that_were_not_all_saved_are_refused(ep: int, tmp_path: Path) -> None:
+def test_adapters_of_experts_that_were_not_all_saved_are_refused(ep, tmp_path):
     made = AdapterFolder(ep=ep)
     made.add(f"{EXPERTS}.adapter", (), 96, 32)
     text = refused(UnsupportedCheckpointError, MOE, made.save(tmp_path / "a"), tmp_path)
     assert f"kept that of one rank only (there were {ep})" in text
 
 
-def test_other_pairs_are_refused_with_the_way_that_works(tmp_path: Path) -> None:
+def test_other_pairs_are_refused_with_the_way_that_works(tmp_path):
     adapter = lora().save(tmp_path / "lora")
     model, peft = hf(RUN.name), tmp_path / "peft"
     export_hf(adapter, peft, ExportOptions(peft=True, hf_config=str(model)))
@@ -347,15 +337,13 @@ def test_other_pairs_are_refused_with_the_way_that_works(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("command", ["convert", "merge-adapter", "export-hf"])
-def test_an_adapter_of_ms_swift_is_sent_to_ms_swift(
-    command: str, user_cases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_adapter_of_ms_swift_is_sent_to_ms_swift(command, user_cases, tmp_path, capsys):
     assert run([command, str(user_cases / "swift_mcore_lora" / "run"), str(tmp_path / "out")]) in (3, 5)
     error = capsys.readouterr().err
     assert "swift export --mcore_adapters" in error and "merge-adapter" not in error
 
 
-def test_a_damaged_adapter_is_found_by_its_checksum(tmp_path: Path) -> None:
+def test_a_damaged_adapter_is_found_by_its_checksum(tmp_path):
     adapter = lora().save(tmp_path / "a")
     file = adapter / "__0_0.distcp"
     data = bytearray(file.read_bytes())
@@ -366,7 +354,7 @@ def test_a_damaged_adapter_is_found_by_its_checksum(tmp_path: Path) -> None:
         merge_adapter(str(RUN), str(adapter), str(tmp_path / "out"))
 
 
-def test_a_sum_that_is_too_large_is_refused(tmp_path: Path) -> None:
+def test_a_sum_that_is_too_large_is_refused(tmp_path):
     made = AdapterFolder(dtype=torch.float32)
     made.add(PROJ, (2,), 32, 32)
     made.matrices[PROJ] = tuple(matrix * 1e20 for matrix in made.matrices[PROJ])
@@ -377,7 +365,7 @@ def test_a_sum_that_is_too_large_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("side", [0, 1])
-def test_an_adapter_that_is_not_finite_is_refused(side: int, tmp_path: Path) -> None:
+def test_an_adapter_that_is_not_finite_is_refused(side, tmp_path):
     made = lora()
     made.matrices[PROJ][side][0, 1, 2] = torch.nan
     adapter, name = made.save(tmp_path / "a"), ("in", "out")[side]

@@ -1,28 +1,32 @@
 """What is odd beside sound tensors is named with 4: values of another kind, small files that are damaged or lost.
 
-And a metadata of a newer torch is not odd.
+Objects that pickles of protocol 5 make, and texts that UTF-8 has not, are carried whole by every command.
 """
 
-from __future__ import annotations
-
 import argparse
+import json
 import random
 import shutil
 import subprocess
+from functools import cache
 
+import numpy as np
 import pytest
+import torch
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckpt_tools.cli.app import run
+from ckpt_tools.commands.job.outputs import object_archives
 from ckpt_tools.formats.locate.detect import METADATA_JSON_TEXT
-from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
+from ckpt_tools.formats.torch_archive.item_reader import StoredTensor
+from ckpt_tools.formats.torch_archive.object_writer import dump_archive
+from ckpt_tools.model.target import TargetObject
 from tests.commands import oracle
 from tests.commands.rewritten import Parts, read, saved, write
-from tests.conftest import fixture_dir
+from tests.conftest import LLAMA, NATIVE, fixture_dir
 from tests.folders import content
 
-LLAMA = "core019_llama_tp2_fully_reshardable"
-NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
 BUCKETS = "core019_llama_dp2_dp_reshardable"
 GROUP = "optimizer.param_to_group_meta.module.module.module.decoder.final_layernorm.weight"
 HUGE = 10**5000  # Python does not even spell it
@@ -32,6 +36,7 @@ ODD: tuple[object, ...] = (
 )  # fmt: skip
 
 
+@cache
 def stored(name):
     """The values of a checkpoint that are no weights, by key; and what writes it with others of these."""
     folder = fixture_dir(name) / "iter_0000002"
@@ -198,3 +203,72 @@ def test_metadata_of_torch_2_15_converts_as_that_of_an_older_one(words, user_cas
         assert run(["convert", str(source), str(tmp_path / out), "-q", *words]) == 0
     assert content(tmp_path / "a") == content(tmp_path / "b")
     assert run(["verify", str(newer), "--content"]) == 0
+
+
+ODD_OBJECTS = {
+    "array": np.arange(6, dtype=np.int16).reshape(2, 3),
+    "number": np.float32(1.5),
+    "bytes": bytearray(b"\x00\xff"),
+    "text \ud800": "value \udfff",
+    "plain": [1, True, 1.0, None],
+}
+
+
+def same(found, expected=ODD_OBJECTS):
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert type(found[name]) is type(value)
+        assert np.array_equal(found[name], value) if name == "array" else found[name] == value, name
+    return True
+
+
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_every_command_takes_them(protocol, tmp_path, monkeypatch, capsys):
+    save = torch.save
+    monkeypatch.setattr(torch, "save", lambda o, f, **kw: save(o, f, **{**kw, "pickle_protocol": protocol}))
+    state = {"w \udc80": torch.arange(4.0), "o \ud800": argparse.Namespace(**ODD_OBJECTS)}
+    dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    for command in (
+        ["inspect", tmp_path / "a"],
+        ["verify", tmp_path / "a", "--content", "--write-manifest", tmp_path / "m.json"],
+        ["verify", tmp_path / "a", "-q", "--manifest", tmp_path / "m.json", "--json"],
+        ["diff", tmp_path / "a", tmp_path / "a"],
+        ["print-tensor", tmp_path / "a", "w \udc80"],
+        ["modify-state-dict", tmp_path / "a", tmp_path / "b", "-q", "--op", "rename ^w kept"],
+        ["diff", tmp_path / "a", tmp_path / "b", "--keys", "o*"],
+        ["verify", tmp_path / "b", "--content"],
+    ):
+        assert run([str(word) for word in command]) == 0, (command, capsys.readouterr())
+    capsys.readouterr()
+    assert run(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "-q", "--json"]) == 1
+    assert {t["key"] for t in json.loads(capsys.readouterr().out)["tensors"]} == {"w \udc80", "kept \udc80"}
+    assert same(vars(oracle.item(tmp_path / "b", "o \ud800")))
+
+
+def test_a_conversion_carries_them(tmp_path):
+    """As arguments of the training job, there and back."""
+    parts = read(oracle.files_of(fixture_dir(LLAMA)))
+    parts.args["odd"] = ODD_OBJECTS
+    save = torch.save
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "save", lambda o, f, **kw: save(o, f, **{**kw, "pickle_protocol": 5}))
+        source = write(tmp_path / "in", parts)
+    there, back = tmp_path / "there", tmp_path / "back"
+    assert run(["convert", str(source), str(there), "-q"]) == 0
+    assert run(["diff", str(source), str(there)]) == 0
+    assert run(["verify", str(there), "--content"]) == 0
+    assert run(["convert", str(there), str(back), "-q", "--to", "torch_dist"]) == 0
+    assert same(oracle.item(oracle.files_of(there), "args").odd)
+    assert same(oracle.item(oracle.files_of(back), "common_state/shard_0_1")[0]["args"].odd)
+
+
+def test_values_that_read_alike_are_not_taken_for_one_another():
+    """Archives of equal plain values are shared, by their text; the text of a tensor leaves its bytes out."""
+    one, other = (StoredTensor("float32", (1,), data) for data in (b"\0\0\0\0", b"\0\0\x80\x3f"))
+    assert repr(one) == repr(other)
+    values = [(one,), (other,), ((1, (one,)),), ((1, (other,)),), 1, True, 1.0, (1,), (True,), 0.0, -0.0, "1"]
+    archives = object_archives([TargetObject(str(i), value) for i, value in enumerate([*values, *values])])
+    assert [key for key, _ in archives] == [str(i) for i in range(2 * len(values))]
+    content = [archive for _, archive in archives]
+    assert content == [dump_archive(value) for value in [*values, *values]]
+    assert len(set(content)) == len(values)

@@ -1,7 +1,5 @@
 """Muon, Lion, SGD and an offloaded Adam: real checkpoints of them, there and back, against whole torch tensors."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -60,9 +58,7 @@ def plain(real: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", ["core016_sgd", "main_muon_fr"])
-def test_a_plain_state_dict_has_the_weights_and_says_what_it_lacks(
-    real: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_plain_state_dict_has_the_weights_and_says_what_it_lacks(real, tmp_path, name):
     told = convert_to_dcp(real / name, tmp_path / "dcp")
     weights = convert_to_dcp(
         real / name, tmp_path / "weights", ConvertOptions(target=TargetOptions(weights_only=True))
@@ -80,9 +76,7 @@ def test_a_plain_state_dict_has_the_weights_and_says_what_it_lacks(
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_two_layouts_in_one_checkpoint_become_what_megatron_itself_saves_as_one(
-    name: str, real: Path
-) -> None:
+def test_two_layouts_in_one_checkpoint_become_what_megatron_itself_saves_as_one(name, real):
     out = torch_dist(real / f"{name}_dpr")
     oracle.assert_same(out, real / f"{name}_fr")
     assert optimizer_of(out) == optimizer_of(real / f"{name}_fr")
@@ -110,9 +104,7 @@ def halves_by_layer(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_masters_are_written_and_every_state_that_is_left_out_is_named(
-    name: str, real: Path, tmp_path: Path
-) -> None:
+def test_masters_are_written_and_every_state_that_is_left_out_is_named(name, real, tmp_path):
     report = convert_to_fsdp_dtensor(real / name, tmp_path / "out")
     masters = halves_by_layer(oracle.tensors(plain(real, name)))
     assert len(masters) == 18
@@ -123,21 +115,21 @@ def test_masters_are_written_and_every_state_that_is_left_out_is_named(
     assert any(note.startswith("no optimizer is written") for note in report.notes)
 
 
-def test_a_conversion_equals_its_source(real: Path) -> None:
+def test_a_conversion_equals_its_source(real):
     out = fsdp(real / "main_muon_dpr")
     for source in ("main_muon_dpr", "main_muon_fr"):
         assert diff_checkpoints(real / source, out).is_equal
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_slice_of_two_layouts_is_what_a_slice_of_one_is(name: str, real: Path, tmp_path: Path) -> None:
+def test_a_slice_of_two_layouts_is_what_a_slice_of_one_is(name, real, tmp_path):
     for layout in ("dpr", "fr"):
         slice_layers(real / f"{name}_{layout}", tmp_path / layout, "1:2")
     oracle.assert_same(tmp_path / "dpr", tmp_path / "fr")
     assert optimizer_of(tmp_path / "dpr") == optimizer_of(tmp_path / "fr")
 
 
-def test_verify_finds_nothing_in_what_megatron_saved(real: Path) -> None:
+def test_verify_finds_nothing_in_what_megatron_saved(real):
     """But that nothing tells which states a mixture keeps of which weight."""
     for folder in sorted(real.iterdir()):
         report = verify_checkpoint(folder)
@@ -147,7 +139,7 @@ def test_verify_finds_nothing_in_what_megatron_saved(real: Path) -> None:
         }, folder
 
 
-def test_verify_finds_a_state_that_one_weight_of_muon_has_lost(real: Path, tmp_path: Path) -> None:
+def test_verify_finds_a_state_that_one_weight_of_muon_has_lost(real, tmp_path):
     parts = read(real / "main_muon_fr")
     del parts.tensors["optimizer.state.exp_avg_sq.decoder.final_layernorm.weight"]
     report = verify_checkpoint(write(tmp_path / "in", parts))
@@ -156,7 +148,7 @@ def test_verify_finds_a_state_that_one_weight_of_muon_has_lost(real: Path, tmp_p
     ]
 
 
-def test_another_form_of_a_checkpoint_keeps_its_states(real: Path, tmp_path: Path) -> None:
+def test_another_form_of_a_checkpoint_keeps_its_states(real, tmp_path):
     """What an SGD job asks for: masters called fp32_param, and its groups; it has no layout of a distributed one."""
     apart = ToTorchDistOptions(target=TorchDistOptions(stacked=False))
     convert_to_torch_dist(real / "core016_sgd", tmp_path / "apart", apart)
@@ -173,7 +165,7 @@ def test_another_form_of_a_checkpoint_keeps_its_states(real: Path, tmp_path: Pat
         assert "distrib_optim_sharding_type" not in opened.common.values["content_metadata"]
 
 
-def test_an_offloaded_adam_is_adam(real: Path, tmp_path: Path) -> None:
+def test_an_offloaded_adam_is_adam(real, tmp_path):
     """Its groups name the classes of its parts; they are read as names and go along."""
     source = real / "core016_offloaded_adam"
     report = convert_to_fsdp_dtensor(source, tmp_path / "there")
@@ -191,7 +183,7 @@ def test_an_offloaded_adam_is_adam(real: Path, tmp_path: Path) -> None:
     )
 
 
-def test_a_parameter_that_lost_its_state_is_refused_in_both_directions(real: Path, tmp_path: Path) -> None:
+def test_a_parameter_that_lost_its_state_is_refused_in_both_directions(real, tmp_path):
     parts = read(real / "core016_sgd")
     del parts.tensors["optimizer.state.momentum_buffer.decoder.final_layernorm.weight"]
     source = str(write(tmp_path / "in", parts))
@@ -203,7 +195,7 @@ def test_a_parameter_that_lost_its_state_is_refused_in_both_directions(real: Pat
 # ---- FP8: what Transformer Engine keeps of delayed scaling
 
 
-def test_the_way_back_says_that_weights_are_no_longer_those_of_fp8(tmp_path: Path) -> None:
+def test_the_way_back_says_that_weights_are_no_longer_those_of_fp8(tmp_path):
     report = convert_to_torch_dist(source_of(fixture_dir("n_fp8p_dp2")), tmp_path / "out")
     assert any("quantizes them again" in note for note in report.notes)
     ours = oracle.tensors(tmp_path / "out")
@@ -213,7 +205,7 @@ def test_the_way_back_says_that_weights_are_no_longer_those_of_fp8(tmp_path: Pat
         assert oracle.same_bytes(ours[key], ours[f"optimizer.state.param.{key}"].bfloat16())
 
 
-def test_scales_that_have_no_place_are_named(tmp_path: Path) -> None:
+def test_scales_that_have_no_place_are_named(tmp_path):
     source = source_of(fixture_dir("te_fp8_tp2_fr"))
     apart = ToTorchDistOptions(target=TorchDistOptions(stacked=False))
     report = convert_to_torch_dist(source, tmp_path / "apart", apart)

@@ -1,7 +1,5 @@
 """`export-hf` of PyTorch checkpoints whose tensors have Hugging Face names: each is written, or all are refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +12,6 @@ from safetensors.torch import save_file
 
 from ckpt_tools.cli.app import run
 from tests.commands import oracle
-from tests.megatron.dcp.sharded_cases import sharded as sharded  # noqa: PLC0414  a fixture
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 24, "hidden_size": 8,

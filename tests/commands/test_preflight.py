@@ -1,7 +1,5 @@
 """`preflight`: every rule is broken by one change of a job that is known to run, and by nothing else."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess
@@ -13,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from ckpt_tools.commands.check.launch import launch, unsaid
-from ckpt_tools.commands.check.preflight import _about, preflight
+from ckpt_tools.commands.check.preflight import Start, _about, _checks, preflight
 from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
 from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.commands.job.opened import open_checkpoint
@@ -25,11 +23,10 @@ from ckpt_tools.verify.readiness.facts import Facts, local_norms
 from ckpt_tools.verify.readiness.job import PROGRAMS, VERSIONS, Job, parse_command
 from ckpt_tools.verify.readiness.rules import RULES
 from tests.commands.launched import launch_of
-from tests.conftest import fixture_dir
+from tests.conftest import NATIVE, fixture_dir
 from tests.damage import copy_of, drop_key, metadata_of
 
 LLAMA, EXPERTS = "core019_llama_tp2_fully_reshardable", "core019_moe_ep2_fully_reshardable"
-NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
 MOE = "core019_moe_dp1_native_fsdp_dtensor"
 _COMMAND = """
 torchrun --nproc-per-node 4 pretrain_gpt.py
@@ -47,10 +44,33 @@ SETTLED = "--override-opt_param-scheduler"
 GOOD = [*_COMMAND.split(), "--load", str(fixture_dir(NATIVE))]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def of_one_program():
+    """What other programs would do (`test_weights_only`) is half of the work."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "ckpt_tools.commands.check.preflight._start", lambda _, program, *__: Start(program, None)
+        )
+        yield
+
+
 def broken(words, name=NATIVE, **options):
     """{rule: (severity, what was found)} of a job."""
     report = preflight(str(fixture_dir(name)), words, **options).report
     return {f.check: (f.severity, f.where) for f in report.findings}
+
+
+def judged(about, words, target="main"):
+    """The same by the rules alone, on the native checkpoint, which is read once."""
+    _, checks = _checks(about, parse_command(words, target), target)
+    return {f.check: (f.severity, f.where) for check in checks for f in check.findings}
+
+
+@pytest.fixture(scope="module")
+def about():
+    """What the native checkpoint tells of its job."""
+    with open_checkpoint(str(fixture_dir(NATIVE))) as opened:
+        return _about(opened)[0]
 
 
 def without(*flags):
@@ -131,8 +151,8 @@ WARNINGS = {"strict-load"}
     ("added", "rule", "found", "target"),
     [(*case, target) for *case, targets in CASES for target in targets],
 )
-def test_one_change_breaks_one_rule(added, rule, found, target):
-    result = broken([*GOOD, *added.split()], target=target)
+def test_one_change_breaks_one_rule(added, rule, found, target, about):
+    result = judged(about, [*GOOD, *added.split()], target)
     assert result.keys() == ALSO.get(added, {rule})
     assert result[rule][0] == ("warning" if rule in WARNINGS else "error")
     assert found in result[rule][1]
@@ -154,8 +174,8 @@ def test_one_change_breaks_one_rule(added, rule, found, target):
         ("--sequence-parallel --context-parallel-size 2", "main", set()),
     ],
 )
-def test_what_a_version_allows_is_not_refused(added, target, rules):
-    assert broken([*GOOD, *added.split()], target=target).keys() == rules
+def test_what_a_version_allows_is_not_refused(added, target, rules, about):
+    assert judged(about, [*GOOD, *added.split()], target).keys() == rules
 
 
 def test_every_rule_of_every_version_is_tried():
@@ -212,8 +232,8 @@ def test_rules_say_where_they_come_from():
         ("--bf16", "main", set()),
     ],
 )
-def test_what_is_not_given_has_the_default_of_its_version(left_out, target, rules):
-    assert broken(without(left_out), target=target).keys() == rules
+def test_what_is_not_given_has_the_default_of_its_version(left_out, target, rules, about):
+    assert judged(about, without(left_out), target).keys() == rules
 
 
 def test_arguments_of_the_checkpoint_stand_in_for_flags():
@@ -454,13 +474,6 @@ def test_no_yaml_mapping(text, tmp_path):
         broken((), yaml_file=tmp_path / "job.yaml")
     with pytest.raises(UsageError, match=r"no\.yaml"):
         broken((), yaml_file=tmp_path / "no.yaml")
-
-
-@pytest.fixture(scope="module")
-def about():
-    """What the native checkpoint tells of its job."""
-    with open_checkpoint(str(fixture_dir(NATIVE))) as opened:
-        return _about(opened)[0]
 
 
 def test_a_batch_that_nothing_tells_is_asked_for_in_the_command(about):

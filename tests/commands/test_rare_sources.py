@@ -1,7 +1,5 @@
 """Sources of kinds that no real checkpoint at hand has, made synthetically by the rules of the format."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from pathlib import Path

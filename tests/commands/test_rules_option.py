@@ -1,7 +1,5 @@
 """`--rules`: the file that a user names is used or refused, with a reference config and without."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -53,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_rules_alone_say_what_the_model_is(folder: Path) -> None:
+def test_rules_alone_say_what_the_model_is(folder):
     """Nothing else tells that the parameters of a Llama are those of another class."""
     words = [str(folder / "run"), str(folder / "out"), "--rules", str(folder / "mine.yaml"), "-q"]
     assert run(["export-hf", *words]) == 0
@@ -65,7 +63,7 @@ def test_rules_alone_say_what_the_model_is(folder: Path) -> None:
         assert found[key.replace("down_proj", "my_down")].tobytes() == array.tobytes(), key
 
 
-def test_the_way_back_and_both_comparisons_take_the_same_rules(folder: Path) -> None:
+def test_the_way_back_and_both_comparisons_take_the_same_rules(folder):
     rules = ["--rules", str(folder / "mine.yaml"), "-q"]
     out, again, source = (str(folder / name) for name in ("out", "again", "run"))
     assert run(["export-hf", source, out, *rules]) == 0
@@ -76,9 +74,7 @@ def test_the_way_back_and_both_comparisons_take_the_same_rules(folder: Path) -> 
 
 
 @pytest.mark.parametrize("command", ["import-hf hf out", "export-hf run out --hf-config hf", "diff hf run"])
-def test_rules_for_another_model_are_refused(
-    command: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rules_for_another_model_are_refused(command, folder, capsys):
     """They would do nothing: the config.json is not of their model_type."""
     words = [str(folder / word) if word in ("hf", "run", "out") else word for word in command.split()]
     assert run([*words, "--rules", str(folder / "mine.yaml"), "-q"]) == 2
@@ -87,7 +83,7 @@ def test_rules_for_another_model_are_refused(
     assert "`model_type: llama` in the file says so" in error and not (folder / "out").exists()
 
 
-def test_rules_for_the_type_of_the_config_are_used(folder: Path) -> None:
+def test_rules_for_the_type_of_the_config_are_used(folder):
     tensors = load_file(folder / "hf" / "model.safetensors")
     renamed = {key.replace("down_proj", "my_down"): array for key, array in tensors.items()}
     save_file(renamed, folder / "hf" / "model.safetensors", metadata={"format": "pt"})
@@ -103,17 +99,13 @@ def test_rules_for_the_type_of_the_config_are_used(folder: Path) -> None:
     assert load_file(folder / "out" / "model.safetensors").keys() == renamed.keys()
 
 
-def test_rules_of_a_comparison_without_a_model_are_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rules_of_a_comparison_without_a_model_are_refused(folder, capsys):
     source = str(folder / "run")
     assert run(["diff", source, source, "--rules", str(folder / "mine.yaml")]) == 2
     assert "--rules is for a Hugging Face model and a Megatron checkpoint" in capsys.readouterr().err
 
 
-def test_a_field_that_no_rule_carries_is_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_field_that_no_rule_carries_is_asked_for(tmp_path, capsys):
     """Rules that demand Megatron's norms of queries and keys do not say how config.json calls them.
 
     An export would leave the field out, and the class takes no norms without it. With the line that the refusal

@@ -1,6 +1,4 @@
-"""The proof of buckets, shared by workers: the same plan and the same refusal as in one process."""
-
-from __future__ import annotations
+"""Several workers prove what one does, and commands that read flat buckets pass on how many prove them."""
 
 import subprocess
 import sys
@@ -8,10 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_tools.cli.app import run
+from ckpt_tools.commands.edit import average
+from ckpt_tools.commands.edit import slice as slicing
+from ckpt_tools.commands.job import read_model
 from ckpt_tools.formats.dcp.metadata_read import read_catalog
 from ckpt_tools.formats.storage.files import LocalFiles
 from ckpt_tools.formats.torch_archive.tensor_template import usual_item
-from tests.conftest import REPO
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import Share, by_threads
+from tests.conftest import REPO, fixture_dir
 from tests.synthetic import write_llama
 
 # In another process, because one with threads, as pytest's may be, is not forked.
@@ -48,7 +51,7 @@ def converted(source: Path, out: Path, workers: int) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_workers_prove_what_one_process_does(source: Path, tmp_path: Path) -> None:
+def test_workers_prove_what_one_process_does(source, tmp_path):
     assert converted(source, tmp_path / "one", 1) == ["0"]
     assert converted(source, tmp_path / "three", 3) == ["4"]  # two for the proof, two to write
     one, three = (
@@ -62,7 +65,7 @@ def test_workers_prove_what_one_process_does(source: Path, tmp_path: Path) -> No
     assert one == three and len(one) > 2
 
 
-def test_what_one_worker_finds_is_refused_in_the_same_words(source: Path, tmp_path: Path) -> None:
+def test_what_one_worker_finds_is_refused_in_the_same_words(source, tmp_path):
     """Behind the samples, which every process looks at: so that the comparison of all elements finds it."""
     files = LocalFiles(str(source / "iter_0000100"))
     entry = next(e for key, e in read_catalog(files).tensors.items() if key.endswith("bucket_idx_0.param"))
@@ -76,3 +79,25 @@ def test_what_one_worker_finds_is_refused_in_the_same_words(source: Path, tmp_pa
     one, three = (converted(source, tmp_path / str(n), n) for n in (1, 3))
     assert one[0].startswith("VerificationError") and "does not round to the stored weight" in "".join(one)
     assert (one[:-1], one[-1], three[-1]) == (three[:-1], "0", "2")
+
+
+BUCKETS = "core019_llama_tp2_dp_reshardable"
+COMMANDS = (
+    "average RUN RUN OUT", "strip RUN OUT", "stats RUN --by parameters", "export-hf RUN OUT", "convert RUN OUT",
+    "convert RUN OUT --to torch_dist", "slice RUN OUT --layers 0:1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_workers_are_passed_on(command, tmp_path, monkeypatch):
+    asked = set[int | None]()
+
+    def shared_by(workers: int | None) -> Share:
+        asked.add(workers)
+        return by_threads
+
+    for module in (read_model, average, slicing):
+        monkeypatch.setattr(module, "shared_by", shared_by)
+    words = command.replace("RUN", str(fixture_dir(BUCKETS))).replace("OUT", str(tmp_path / "out")).split()
+    assert run([*words, "-q", "--workers", "3"]) == 0
+    assert asked == {3}

@@ -1,7 +1,5 @@
 """`slice`: a few layers of every kind of checkpoint are a sound checkpoint whose values are the source's."""
 
-from __future__ import annotations
-
 import pytest
 
 from ckpt_tools import convert_to_fsdp_dtensor, slice_layers
@@ -13,7 +11,6 @@ from ckpt_tools.megatron.torch_dist.read import read_torch_dist
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.model.views import Source
-from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.folders import is_sound, root_of
 
 TORCH_DIST = [

@@ -1,13 +1,9 @@
 """One flipped bit anywhere in what a command reads ends it with exit code 4, and nothing is published."""
 
-from __future__ import annotations
-
 import os
 import random
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +23,7 @@ from ckpt_tools import (
     convert_to_torch_dist,
     export_hf,
     import_hf,
+    load_dtensors,
     modify_state_dict,
     slice_layers,
     strip_checkpoint,
@@ -40,7 +37,8 @@ from ckpt_tools.formats.locate.detect import locate
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.formats.torch_archive.item_reader import find_tensor, record_stretches
-from tests.conftest import fixture_dir
+from tests.commands.launched import one_rank
+from tests.conftest import NATIVE, fixture_dir
 from tests.damage import flip_bit
 from tests.folders import content
 
@@ -86,7 +84,6 @@ def averaged(fixture: str, place: int) -> Command:
 
 
 NATURAL, BUCKETS = "core019_llama_tp2_fully_reshardable", "core019_llama_tp2_dp_reshardable"
-NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
 SHARDED = Layout("mfsdp-v1", Topology(dp_shard=4))
 COMMANDS: dict[str, tuple[str, Command]] = {
     "natural": (NATURAL, to_fsdp()),
@@ -151,7 +148,7 @@ def assert_named(text: str, key: str, path: Path, offset: int, nbytes: int) -> N
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path, name: str) -> None:
+def test_a_flipped_bit_is_found_wherever_it_is(tmp_path, name):
     fixture, command = COMMANDS[name]
     source, out = copy_of(fixture, tmp_path / "in"), tmp_path / "out"
     written = command(str(source), str(out), WriteOptions()).written
@@ -179,7 +176,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["natural", "buckets, for a topology", "way back"])
-def test_unproven_only_if_asked_for(tmp_path: Path, name: str) -> None:
+def test_unproven_only_if_asked_for(tmp_path, name):
     fixture, command = COMMANDS[name]
     source, out = copy_of(fixture, tmp_path / "in"), tmp_path / "out"
     weights = [p for p in payloads(source) if "exp_avg" in p[0]]
@@ -192,9 +189,7 @@ def test_unproven_only_if_asked_for(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(("fixture", "part"), [(NATURAL, "linear_qkv.weight"), (BUCKETS, "param")])
-def test_masters_that_do_not_round_since_a_bit_has_changed_are_called_damaged(
-    tmp_path: Path, fixture: str, part: str
-) -> None:
+def test_masters_that_do_not_round_since_a_bit_has_changed_are_called_damaged(tmp_path, fixture, part):
     source = copy_of(fixture, tmp_path / "in")
     found = [p for p in payloads(source) if p[0].endswith(part) and "exp_avg" not in p[0]]
     key, path, offset, nbytes = found[0]
@@ -222,7 +217,7 @@ def test_masters_that_do_not_round_since_a_bit_has_changed_are_called_damaged(
     ],
     ids=["convert", "export", "slice", "modify", "strip", "average, first", "average, last"],
 )
-def test_a_flipped_bit_of_common_state_is_found(tmp_path: Path, command: Command) -> None:
+def test_a_flipped_bit_of_common_state_is_found(tmp_path, command):
     source = copy_of("core016_llama_tp2_fully_reshardable", tmp_path / "in")
     path = next(source.rglob("common.pt"))
     data = path.read_bytes()
@@ -233,7 +228,7 @@ def test_a_flipped_bit_of_common_state_is_found(tmp_path: Path, command: Command
     assert not content(tmp_path / "out")
 
 
-def test_a_flipped_bit_of_an_object_that_is_taken_over_is_found(tmp_path: Path) -> None:
+def test_a_flipped_bit_of_an_object_that_is_taken_over_is_found(tmp_path):
     """Archives that nobody unpickles, as rng states, are copied as they are, and proven first."""
     source = copy_of(NATURAL, tmp_path / "in")
     location = locate(str(source))
@@ -248,7 +243,7 @@ def test_a_flipped_bit_of_an_object_that_is_taken_over_is_found(tmp_path: Path) 
         assert not content(tmp_path / "out"), key
 
 
-def test_safetensors_carry_no_checksums_which_is_said(tmp_path: Path) -> None:
+def test_safetensors_carry_no_checksums_which_is_said(tmp_path):
     export_hf(fixture_dir(NATURAL), tmp_path / "hf")
     report = import_hf(tmp_path / "hf", tmp_path / "run")
     written = report.written
@@ -261,32 +256,15 @@ def test_safetensors_carry_no_checksums_which_is_said(tmp_path: Path) -> None:
     assert written.payloads_without_checksum == len(read_safetensors_catalog(str(tmp_path / "hf")).tensors)
 
 
-LOADED = """
-import sys
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-import ckpt_tools
-from ckpt_tools.commands.convert.to_fsdp_dtensor import ConvertOptions
-from ckpt_tools.execute.run import WriteOptions
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
-ckpt_tools.load_dtensors(sys.argv[1], mesh, options=ConvertOptions(write=WriteOptions(check_source="none")))
-try:
-    ckpt_tools.load_dtensors(sys.argv[1], mesh)
-except ckpt_tools.CkptError as error:
-    print(error.exit_code, error)
-"""
-
-
-def test_a_rank_proves_what_it_reads_whole(tmp_path: Path) -> None:
+def test_a_rank_proves_what_it_reads_whole(tmp_path):
     source = copy_of(NATIVE, tmp_path / "in")
     key, path, offset, nbytes = next(p for p in payloads(source) if "exp_avg" in p[0])
     flip_bit(path, offset + nbytes // 2)
-    done = subprocess.run(
-        [sys.executable, "-c", LOADED, str(source)], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith(f"4 {key}: the payload of the item at byte ")
+    with one_rank() as mesh:
+        load_dtensors(source, mesh, options=ConvertOptions(write=NONE))
+        with pytest.raises(CorruptCheckpointError) as caught:
+            load_dtensors(source, mesh)
+    assert str(caught.value).startswith(f"{key}: the payload of the item at byte ")
 
 
 def replaced(file: Path) -> None:

@@ -1,7 +1,5 @@
 """`stats`: against torch on whole tensors, for every element type and format; what changed; pages that are whole."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess
@@ -40,16 +38,12 @@ from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.model.views import Source
 from ckpt_tools.verify.content.values import Change, Statistics
 from tests.altered import scaled
-from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
-from tests.conftest import DATA, REPO, fixture_dir
+from tests.conftest import DATA, MOE, REPO, fixture_dir
 from tests.damage import ITERATION, copy_of, payload_of
 from tests.pages import parse_page, parse_svg
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
-
 RUN = "core019_llama_tp2_fully_reshardable"
-MOE = "core019_moe_ep2_fully_reshardable"
 FSDP = "core019_llama_tp2_native_fsdp_dtensor"
 
 
@@ -69,7 +63,7 @@ def doubles(raw: np.ndarray, dtype: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("histogram", [False, True])
 @pytest.mark.parametrize("dtype", ITEMSIZE)
-def test_statistics_are_those_of_torch(dtype: str, histogram: bool) -> None:
+def test_statistics_are_those_of_torch(dtype, histogram):
     """Long enough for the counting of codes and for several blocks, added in pieces of odd lengths."""
     count = 70_000
     raw = random_bits(dtype, count)
@@ -101,7 +95,7 @@ def test_statistics_are_those_of_torch(dtype: str, histogram: bool) -> None:
     )
 
 
-def test_nothing_finite_has_no_mean() -> None:
+def test_nothing_finite_has_no_mean():
     found = Statistics()
     found.add(np.full(5, 0x7FC0, np.uint16), "bfloat16")
     assert [name for name, value in found.summary().items() if value is not None] == [
@@ -121,7 +115,7 @@ def whole(values: torch.Tensor) -> Statistics:
 
 
 @pytest.mark.parametrize("name", [RUN, MOE])
-def test_every_parameter_of_a_torch_dist_checkpoint(name: str) -> None:
+def test_every_parameter_of_a_torch_dist_checkpoint(name):
     """Layers that are stacked in one tensor come one by one, in the order of layers."""
     stored = oracle.tensors(fixture_dir(name) / ITERATION)
     told: list[tuple[int, int]] = []
@@ -151,7 +145,7 @@ def test_every_parameter_of_a_torch_dist_checkpoint(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["core016_llama_tp2_dp_reshardable", "v013_dense_dpzero_tp2_dp2/checkpoint", MOE]
 )
-def test_any_optimizer_layout_is_measured_as_its_conversion(name: str, tmp_path: Path) -> None:
+def test_any_optimizer_layout_is_measured_as_its_conversion(name, tmp_path):
     """Flat buckets and stored states alike: the same numbers as of the states that `convert` writes."""
     first, *rest = name.split("/")
     source = fixture_dir(first).joinpath(*rest)
@@ -169,7 +163,7 @@ def test_any_optimizer_layout_is_measured_as_its_conversion(name: str, tmp_path:
     assert all(not t.found.changed and t.found.relative == 0 and t.found.cosine == 1 for t in moved.tensors)
 
 
-def test_the_result_does_not_depend_on_threads_parts_and_workers() -> None:
+def test_the_result_does_not_depend_on_threads_parts_and_workers():
     """In another process, because one with threads, as pytest's may be, is not forked."""
     script = f"""
 from ckpt_tools.verify.content import values
@@ -188,7 +182,7 @@ assert checkpoint_statistics(run, one).as_json() == checkpoint_statistics(run, f
     subprocess.run([sys.executable, "-c", script], check=True, cwd=REPO)
 
 
-def test_nan_is_counted_as_verify_counts_it(tmp_path: Path) -> None:
+def test_nan_is_counted_as_verify_counts_it(tmp_path):
     weight = torch.randn(300, 200)
     weight[5, 7], weight[0, 0], weight[299, 199] = float("nan"), float("inf"), 0.0
     dcp.save({"model.layers.3.w": weight, "b": torch.zeros(4)}, checkpoint_id=tmp_path, no_dist=True)
@@ -219,7 +213,7 @@ def saved(folder: Path, **tensors: torch.Tensor) -> str:
     return str(folder)
 
 
-def test_changes_are_those_of_whole_tensors(tmp_path: Path) -> None:
+def test_changes_are_those_of_whole_tensors(tmp_path):
     a = {f"model.layers.{i}.w": torch.randn(50, 40) for i in range(3)} | {"norm": torch.ones(8)}
     b = {k: v + 0.01 * torch.randn(v.shape) for k, v in a.items()}
     b["model.layers.1.w"] = 3 * a["model.layers.1.w"]
@@ -245,7 +239,7 @@ def test_changes_are_those_of_whole_tensors(tmp_path: Path) -> None:
     assert numbers.index("model.layers.1.w") < numbers.index("model.layers.0.w")
 
 
-def test_changes_that_are_alike_have_one_colour_and_one_entry(tmp_path: Path) -> None:
+def test_changes_that_are_alike_have_one_colour_and_one_entry(tmp_path):
     half = scaled(DATA / RUN, tmp_path / "half", 0.5)
     drawing = parse_svg(change_svg(checkpoint_change(str(DATA / RUN), str(half))))
     texts = [t.text for t in drawing.iter("{http://www.w3.org/2000/svg}text")]
@@ -258,7 +252,7 @@ def test_changes_that_are_alike_have_one_colour_and_one_entry(tmp_path: Path) ->
     assert len({r.get("fill") for r in cells}) == 1
 
 
-def test_a_change_from_nothing_and_of_what_is_not_finite() -> None:
+def test_a_change_from_nothing_and_of_what_is_not_finite():
     change = Change()
     bits = lambda *v: np.array(v, np.float32).view(np.uint32)  # noqa: E731
     change.add(bits(0, 0), bits(1, 2), "float32", "float32")
@@ -291,9 +285,7 @@ def change_between(a: torch.Tensor, b: torch.Tensor) -> Change:
     [(1, NAN, 1), (NAN, 1, 1), (1, INF, 1), (-INF, 1, 1), (INF, -INF, 1), (INF, NAN, 1), (NAN, -INF, 1),
      (NAN, NAN, 0), (INF, INF, 0), (-INF, -INF, 0)],
 )  # fmt: skip
-def test_what_is_not_finite_on_a_side_is_like_itself_alone(
-    a: float, b: float, changed: int, dtypes: tuple[str, str]
-) -> None:
+def test_what_is_not_finite_on_a_side_is_like_itself_alone(a, b, changed, dtypes):
     """Beside a number that stays and one that moves; on either side of where parts are joined."""
     for order in ((0, 1, 2), (1, 0, 2)):
         x, y = (
@@ -308,7 +300,7 @@ def test_what_is_not_finite_on_a_side_is_like_itself_alone(
 
 
 @pytest.mark.parametrize(("there", "changed"), [(NAN, 0), (0.5, 4)])
-def test_all_nan_has_no_relative_change(there: float, changed: int) -> None:
+def test_all_nan_has_no_relative_change(there, changed):
     """Nothing is known of a change of which nothing was measured: no 0, and no 1 for a cosine."""
     for pair in ((NAN, there), (there, NAN)):
         found = change_between(*(torch.full((4,), value) for value in pair))
@@ -319,7 +311,7 @@ def test_all_nan_has_no_relative_change(there: float, changed: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
-def test_integers_that_are_one_double_count_as_changed(dtype: torch.dtype) -> None:
+def test_integers_that_are_one_double_count_as_changed(dtype):
     a, b = torch.tensor([2**53, 5, 6]).to(dtype), torch.tensor([2**53 + 1, 5, 7]).to(dtype)
     assert change_between(a, b).changed == 2
 
@@ -334,9 +326,7 @@ def one_made_nan(root: Path, key: str) -> None:
         stream.write(b"\x7f")
 
 
-def test_one_flipped_byte_that_makes_a_nan_is_told_everywhere(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_flipped_byte_that_makes_a_nan_is_told_everywhere(tmp_path, capsys):
     bad = copy_of(RUN, tmp_path)
     key = "decoder.layers.mlp.linear_fc2.weight"
     one_made_nan(bad, key)
@@ -374,7 +364,7 @@ def test_one_flipped_byte_that_makes_a_nan_is_told_everywhere(
     assert "NaN or infinite in" not in (tmp_path / "sound.svg").read_text()
 
 
-def test_masters_and_weights_alone_are_a_pair(tmp_path: Path) -> None:
+def test_masters_and_weights_alone_are_a_pair(tmp_path):
     """A run against its weights, and against a format that keeps masters: what is comparable is compared."""
     assert run(["strip", str(DATA / RUN), str(tmp_path / "weights"), "-q"]) == 0
     assert run(["strip", str(fixture_dir(FSDP)), str(tmp_path / "masters"), "-q"]) == 0
@@ -387,7 +377,7 @@ def test_masters_and_weights_alone_are_a_pair(tmp_path: Path) -> None:
     assert len(crossed.tensors) == len(alone.tensors)
 
 
-def test_globs_roles_and_kinds_of_names_that_fit_nothing(tmp_path: Path) -> None:
+def test_globs_roles_and_kinds_of_names_that_fit_nothing(tmp_path):
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     for source, options, said in (
         (
@@ -411,7 +401,7 @@ def test_globs_roles_and_kinds_of_names_that_fit_nothing(tmp_path: Path) -> None
         checkpoint_change(str(tmp_path), str(tmp_path / "dcp"))
 
 
-def test_a_hugging_face_model_against_any_format(tmp_path: Path) -> None:
+def test_a_hugging_face_model_against_any_format(tmp_path):
     """By export's rules; a state dict of transformers' names by these, behind a wrapper's prefix."""
     model = tmp_path / "hf"
     assert run(["export-hf", str(DATA / RUN), str(model), "-q"]) == 0
@@ -428,7 +418,7 @@ def test_a_hugging_face_model_against_any_format(tmp_path: Path) -> None:
             assert {bool(t.found.changed) for t in found.tensors} == {other == tmp_path / "plain"}
 
 
-def test_a_checkpoint_without_a_model_is_measured_by_its_keys(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_model_is_measured_by_its_keys(tmp_path):
     """What `convert` refuses can still be looked at."""
     assert run(["modify-state-dict", str(fixture_dir(FSDP)), str(tmp_path / "out"), "-q", "--op",
                 r"remove .*layers\.0\.mlp\.linear_fc1\.weight_w"]) == 0  # fmt: skip
@@ -438,7 +428,7 @@ def test_a_checkpoint_without_a_model_is_measured_by_its_keys(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["titan", "nested", FSDP, RUN, "tf2_dcp"])
-def test_roles_are_those_that_inspect_tells(name: str, user_cases: Path) -> None:
+def test_roles_are_those_that_inspect_tells(name, user_cases):
     case = user_cases / "stats_du_dcp_roles" / name
     source = str(case if case.is_dir() else fixture_dir(name))
     elements = Counter[str]()
@@ -463,11 +453,11 @@ def test_roles_are_those_that_inspect_tells(name: str, user_cases: Path) -> None
         ("embedding.word_embeddings.weight", ("", None, "embedding.word_embeddings.weight")),
     ],
 )
-def test_parts(name: str, part: tuple[str, int | None, str]) -> None:
+def test_parts(name, part):
     assert part_of(name) == part
 
 
-def test_a_quantized_model_is_measured_as_the_numbers_it_stands_for(tmp_path: Path) -> None:
+def test_a_quantized_model_is_measured_as_the_numbers_it_stands_for(tmp_path):
     codes = torch.randn(256, 128).to(torch.float8_e4m3fn)
     scale = torch.tensor([[0.5], [2.0]])
     save_file({"m.weight": codes, "m.weight_scale_inv": scale}, tmp_path / "model.safetensors")
@@ -484,7 +474,7 @@ def test_a_quantized_model_is_measured_as_the_numbers_it_stands_for(tmp_path: Pa
     assert "as they are stored" in found.notes[0]
 
 
-def test_pages_are_whole_and_names_harmless(tmp_path: Path) -> None:
+def test_pages_are_whole_and_names_harmless(tmp_path):
     evil = "<script>alert(1)</script>\u202e&.layers.0.x"
     save_file({evil: torch.randn(40), "h.1.x": torch.zeros(3)}, tmp_path / "model.safetensors")
     found = checkpoint_statistics(str(tmp_path), StatsOptions(histogram=True))
@@ -497,7 +487,7 @@ def test_pages_are_whole_and_names_harmless(tmp_path: Path) -> None:
     parse_svg(norms_svg(found))
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path, capsys):
     run_, fsdp = str(DATA / RUN), str(fixture_dir(FSDP))
     assert run(["stats", run_]) == 0
     out = capsys.readouterr().out
@@ -511,7 +501,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert run(["stats", run_, "--html", str(tmp_path / "no" / "a.html")]) == 2
 
 
-def test_one_layer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_layer(capsys):
     every = checkpoint_statistics(str(DATA / RUN)).tensors
     found = checkpoint_statistics(str(DATA / RUN), StatsOptions(layers=(1,))).tensors
     of_it = [t for t in every if t.named.part.layer == 1]
@@ -532,7 +522,7 @@ def test_one_layer(capsys: pytest.CaptureFixture[str]) -> None:
         ("we", "m", ["weight wb mf"]), ("e", "m", []), ("w", "e", []),
     ],
 )  # fmt: skip
-def test_weights_and_masters_of_two_sides(a: str, b: str, pairs: list[str]) -> None:
+def test_weights_and_masters_of_two_sides(a, b, pairs):
     roles = {"w": ("weight", "bfloat16"), "m": ("master", "float32"), "e": ("exp_avg", "float32")}
 
     def side(letters: str, expert: int | None) -> Iterator[NamedTensor]:

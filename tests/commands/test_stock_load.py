@@ -1,7 +1,5 @@
 """What is written loads with stock torch in fresh processes, one and two ranks, as tensors and as DTensors."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`StorageReader` against stock `dcp.load` of our own conversion, on real processes, for every format and layout."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any, cast
@@ -25,9 +23,6 @@ from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from tests.commands import oracle
 from tests.commands.launched import torchrun
 from tests.conftest import DATA, fixture_dir
-from tests.megatron.dcp.sharded_cases import sharded as sharded  # noqa: PLC0414  a fixture
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
 MOE = fixture_dir("core019_moe_ep2_fully_reshardable")

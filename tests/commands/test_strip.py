@@ -16,7 +16,6 @@ from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.pickle.unpickle import StandIn
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import optimizer_layout
-from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle
 from tests.commands.made import dcp, fsdp, hf, iteration_of, stripped, torch_dist
 from tests.conftest import DATA, fixture_dir

@@ -1,7 +1,5 @@
 """The job that loads an output: asked for where something is packed for it, told, recorded, and gone by."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

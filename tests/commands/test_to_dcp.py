@@ -1,7 +1,5 @@
 """Plain PyTorch state dicts: made from every source, laid out anew, taken for what they are, brought to Megatron."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -24,7 +22,6 @@ from ckpt_tools.formats.locate.detect import locate
 from tests.commands import oracle
 from tests.commands.made import dcp, fsdp, hf, iteration_of, torch_dist
 from tests.conftest import DATA, REPO, fixture_dir
-from tests.megatron.dcp.sharded_cases import sharded as sharded  # noqa: PLC0414  a fixture
 
 LLAMA, MOE = "core019_llama_tp2_fully_reshardable", "core019_moe_ep2_fully_reshardable"
 SAVED = {"save", "ckpt_format", "dump_param_to_param_group_map"}  # the two runs differ in these arguments

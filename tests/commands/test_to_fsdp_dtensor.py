@@ -1,7 +1,5 @@
 """The main job on real checkpoints, judged by stock torch and by native Megatron-FSDP checkpoints."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The real megatron-core 0.16.1 loads what we write: `dist_checkpointing.load` into a GPTModel, on CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Outputs for Megatron-FSDP v2: its names and boxes; the released v2 loads them; what v2 cannot hold is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -24,11 +22,10 @@ from ckpt_tools.commands.convert.version_2 import respelled
 from ckpt_tools.commands.huggingface.import_hf import completed
 from tests.commands import oracle
 from tests.commands.made import iteration_of, place, torch_dist
-from tests.conftest import fixture_dir
+from tests.conftest import LLAMA, fixture_dir
 from tests.folders import is_sound
 
 GPT = "core019_gpt3_tp2_fully_reshardable"
-LLAMA = "core019_llama_tp2_fully_reshardable"
 PEER = Path(os.environ.get("CKPT_TOOLS_PEERS", ""), "megatron_fsdp-0.6.1")
 WORKER = Path(__file__).with_name("version_2_worker.py")
 
@@ -57,11 +54,11 @@ def converted(words: str = "--layout mfsdp-v2 --gpus 3 --weights-only") -> Path:
         ("args", "args"),
     ],
 )
-def test_one_wrapper_less(key: str, expected: str) -> None:
+def test_one_wrapper_less(key, expected):
     assert respelled(key) == expected
 
 
-def test_the_same_values_under_the_names_of_v2() -> None:
+def test_the_same_values_under_the_names_of_v2():
     one, two = converted("--gpus 3 --weights-only"), converted()
     was, now = oracle.tensors(one), oracle.tensors(two)
     assert {respelled(key) for key in was} == now.keys()
@@ -75,7 +72,7 @@ def test_the_same_values_under_the_names_of_v2() -> None:
     assert is_sound(two)
 
 
-def test_it_is_compared_with_what_it_was_made_from_and_goes_back() -> None:
+def test_it_is_compared_with_what_it_was_made_from_and_goes_back():
     source, two = iteration_of(GPT), converted()
     one = converted("--gpus 2 --weights-only")
     for other in (source, one):
@@ -87,7 +84,7 @@ def test_it_is_compared_with_what_it_was_made_from_and_goes_back() -> None:
     oracle.assert_same(torch_dist(one), torch_dist(two))
 
 
-def test_laid_out_anew_for_either_version(tmp_path: Path) -> None:
+def test_laid_out_anew_for_either_version(tmp_path):
     """v2 to v2 keeps the names, and v2 to v1 and back gives the same bytes."""
     two = converted()
 
@@ -111,7 +108,7 @@ def test_laid_out_anew_for_either_version(tmp_path: Path) -> None:
     assert oracle.metadata(other).planner_data == oracle.metadata(back).planner_data
 
 
-def test_weights_of_v2_get_no_optimizer_by_strip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_of_v2_get_no_optimizer_by_strip(tmp_path, capsys):
     two = converted()
     assert run(["strip", str(two), str(tmp_path / "out"), "-q", "--fresh-optimizer"]) == 2
     assert "is named for Megatron-FSDP v2, which loads no optimizer" in capsys.readouterr().err.replace(
@@ -120,7 +117,7 @@ def test_weights_of_v2_get_no_optimizer_by_strip(tmp_path: Path, capsys: pytest.
     assert not (tmp_path / "out").exists()
 
 
-def test_an_import_for_v2_begins_with_weights_alone() -> None:
+def test_an_import_for_v2_begins_with_weights_alone():
     at = Layout("mfsdp-v2", Topology(dp_shard=2))
     assert completed(ImportOptions(to="fsdp_dtensor", layout=at), {}).fsdp.fresh_optimizer is False
     asked = ImportOptions(to="fsdp_dtensor", layout=at, fsdp=TargetOptions(fresh_optimizer=True))
@@ -138,9 +135,7 @@ def test_an_import_for_v2_begins_with_weights_alone() -> None:
         (GPT, "--weights-only --fresh-optimizer", 2, "pass --weights-only without --fresh-optimizer"),
     ],
 )
-def test_what_v2_cannot_hold_is_refused(
-    name: str, words: str, code: int, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_v2_cannot_hold_is_refused(name, words, code, why, tmp_path, capsys):
     root = fixture_dir(name)
     source = next(root.glob("iter_*"), root / "checkpoint")
     for command in (["convert", str(source), str(tmp_path / "out")], ["plan", str(source)]):
@@ -150,7 +145,7 @@ def test_what_v2_cannot_hold_is_refused(
 
 
 @pytest.mark.peer
-def test_the_released_v2_loads_it(tmp_path: Path) -> None:
+def test_the_released_v2_loads_it(tmp_path):
     """Strictly, each of three ranks the rows that our placement gave its file."""
     if not (PEER / "megatron_fsdp").is_dir():
         pytest.skip("CKPT_TOOLS_PEERS has no megatron_fsdp-0.6.1")

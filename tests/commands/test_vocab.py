@@ -1,7 +1,5 @@
 """Another padded vocabulary: zeros added, or rows cut off that are proven to be padding."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """One rank of a job of the released Megatron-FSDP v2 that loads a checkpoint strictly, under gloo on a CPU."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@
 that has it, and as it is packed now where none has.
 """
 
-from __future__ import annotations
-
 import fcntl
 import io
 import lzma

@@ -36,7 +36,7 @@ from ckpt_tools.model.views import Place, Select, Source, view_shape
 from ckpt_tools.model.without_gc import without_gc
 from ckpt_tools.plan.build import FILE_BYTES, build_plan, hole_bytes, holes
 from tests.execute.conftest import make_case, opened
-from tests.model.test_views import ABSENT, expected
+from tests.model.test_box import ABSENT, expected
 from tests.plan.test_build import rows
 from tests.strategies import tilings, viewed_shapes
 from tests.synthetic import DcpFolder

@@ -1,7 +1,5 @@
 """The recorded checkpoints, and stock ways to read them, for the tests of this folder."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The catalog against torch's own reading of the same `.metadata`, and against metadata that contradicts itself."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 from copy import deepcopy
@@ -59,7 +57,7 @@ def assert_same(catalog: Catalog, stock: Metadata) -> None:
 
 
 @pytest.mark.parametrize("folder", dcp_folders())
-def test_recorded_catalogs_equal_stock(folder: Path) -> None:
+def test_recorded_catalogs_equal_stock(folder):
     catalog = read_catalog(open_files(str(folder)))
     stock = stock_metadata(folder)
     assert_same(catalog, stock)
@@ -69,7 +67,7 @@ def test_recorded_catalogs_equal_stock(folder: Path) -> None:
     assert catalog.original_shapes == expected
 
 
-def test_mcore_root_class_is_kept() -> None:
+def test_mcore_root_class_is_kept():
     folder = fixture_dir("v015_dense_ms_tp2_dp2") / "checkpoint"
     catalog = read_catalog(open_files(str(folder)))
     assert catalog.metadata_class == "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
@@ -77,7 +75,7 @@ def test_mcore_root_class_is_kept() -> None:
     assert catalog.original_shapes["optimizer.state.exp_avg.decoder.final_layernorm.weight"] == (24,)
 
 
-def test_plain_torch_save(tmp_path: Path) -> None:
+def test_plain_torch_save(tmp_path):
     state = {
         "model": {"w": torch.arange(6.0).reshape(2, 3), "scalar": torch.tensor(2, dtype=torch.int16)},
         "fp8": torch.zeros(4).to(torch.float8_e4m3fn),
@@ -129,7 +127,7 @@ FEW = {key: chunks[:5] for key, chunks in GRID.items()}
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_every_protocol_and_many_chunks(tmp_path: Path, protocol: int) -> None:
+def test_every_protocol_and_many_chunks(tmp_path, protocol):
     """Protocol 4 and 5 records are packed, 2 and 3 executed; offsets beyond 4 GiB come in as long integers."""
     value = metadata(GRID)
     save(tmp_path, value, protocol)
@@ -150,9 +148,7 @@ def grown(monkeypatch: pytest.MonkeyPatch, kind: type, *fields: object) -> None:
 
 @pytest.mark.parametrize("strides", [(), (4, 1), (1 << 40, 1, 1), (9, 9, 9, 9), None, "odd"])
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_strides_of_torch_2_15_are_read_over(
-    strides: object, protocol: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_strides_of_torch_2_15_are_read_over(strides, protocol, tmp_path, monkeypatch):
     """Every tensor's in its properties, and in those of every write item, which stay packed."""
     value = metadata(FEW)
     expected = pickle.loads(pickle.dumps(value))
@@ -173,13 +169,7 @@ def test_strides_of_torch_2_15_are_read_over(
              _StorageInfo, StorageMeta, Metadata],
 )  # fmt: skip
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_fields_of_a_newer_torch_are_named_and_the_others_read(
-    kind: type,
-    protocol: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_fields_of_a_newer_torch_are_named_and_the_others_read(kind, protocol, tmp_path, monkeypatch, capsys):
     value = metadata(FEW, storage_meta=StorageMeta(checkpoint_id="x"))
     expected = pickle.loads(pickle.dumps(value))
     grown(monkeypatch, kind, None, 7)
@@ -203,7 +193,7 @@ def plan(value: Metadata) -> SavePlan:
     ])  # fmt: skip
 
 
-def test_sizes_of_packed_chunks_are_those_that_executing_them_makes(tmp_path: Path) -> None:
+def test_sizes_of_packed_chunks_are_those_that_executing_them_makes(tmp_path):
     save(tmp_path, metadata(GRID | {"scalar": [((), ())]}))
     data = (tmp_path / METADATA).read_bytes()
     made, executed = Machine(data, ""), Machine(data, "")
@@ -218,7 +208,7 @@ def test_sizes_of_packed_chunks_are_those_that_executing_them_makes(tmp_path: Pa
     assert found >= 3 * sum(map(len, GRID.values()))  # the offsets of every chunk: numbers, arguments, size
 
 
-def test_a_layout_knows_the_records_that_differ_in_their_numbers_alone(tmp_path: Path) -> None:
+def test_a_layout_knows_the_records_that_differ_in_their_numbers_alone(tmp_path):
     value = metadata(GRID)
     for info in value.storage_data.values():
         info.relative_path = sys.intern(
@@ -254,7 +244,7 @@ def test_a_layout_knows_the_records_that_differ_in_their_numbers_alone(tmp_path:
     assert 1 < len(known) < 100
 
 
-def test_small_and_large_catalogs_decode_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_and_large_catalogs_decode_alike(tmp_path, monkeypatch):
     save(tmp_path, metadata(GRID))
     files = open_files(str(tmp_path))
     eager = read_catalog(files)
@@ -266,9 +256,7 @@ def test_small_and_large_catalogs_decode_alike(tmp_path: Path, monkeypatch: pyte
         assert dict(eager.objects) == dict(lazy.objects)
 
 
-def test_shapes_of_a_large_catalog_are_told_without_decoding_chunks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shapes_of_a_large_catalog_are_told_without_decoding_chunks(tmp_path, monkeypatch):
     """A plan for a model of 700,000 chunks asks for shapes several times and for each chunk once."""
     save(tmp_path, metadata(GRID))
     files = open_files(str(tmp_path))
@@ -292,7 +280,7 @@ def test_shapes_of_a_large_catalog_are_told_without_decoding_chunks(
     assert decoded == list(lazy.tensors)
 
 
-def test_truncation_anywhere_is_our_error(tmp_path: Path) -> None:
+def test_truncation_anywhere_is_our_error(tmp_path):
     source = fixture_dir("core019_llama_tp2_fully_reshardable") / "iter_0000002" / ".metadata"
     data = source.read_bytes()
     for end in [*range(0, 300), *range(300, len(data), 211), len(data) - 1]:
@@ -301,7 +289,7 @@ def test_truncation_anywhere_is_our_error(tmp_path: Path) -> None:
             read_catalog(open_files(str(tmp_path)))
 
 
-def test_flipped_bytes_never_crash(tmp_path: Path) -> None:
+def test_flipped_bytes_never_crash(tmp_path):
     source = fixture_dir("core019_llama_tp2_fully_reshardable") / "iter_0000002" / ".metadata"
     data = source.read_bytes()
     refused = 0
@@ -344,14 +332,14 @@ CONTRADICTIONS = {
 
 @pytest.mark.parametrize("name", CONTRADICTIONS)
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_contradictions_are_named(tmp_path: Path, name: str, protocol: int) -> None:
+def test_contradictions_are_named(tmp_path, name, protocol):
     storage, message = CONTRADICTIONS[name]
     save(tmp_path, metadata(ONE, storage=storage), protocol)
     with pytest.raises(CorruptCheckpointError, match=message):
         read_catalog(open_files(str(tmp_path)))
 
 
-def test_all_problems_are_listed(tmp_path: Path) -> None:
+def test_all_problems_are_listed(tmp_path):
     value = metadata({f"t{i}": [((0,), (4,)), ((4,), (4,))] for i in range(30)})
     for i in range(30):
         del value.storage_data[MetadataIndex(f"t{i}", (4,))]
@@ -363,7 +351,7 @@ def test_all_problems_are_listed(tmp_path: Path) -> None:
     assert len(found.value.problems) == 30
 
 
-def test_tensors_that_are_cut_alike_are_each_held_to_their_own_shape(tmp_path: Path) -> None:
+def test_tensors_that_are_cut_alike_are_each_held_to_their_own_shape(tmp_path):
     cut: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((0,), (4,)), ((4,), (4,))]
     value = metadata({"a": cut, "b": cut, "c": cut, "d": [((0,), (4,)), ((4,), (5,))]})
     value.state_dict_metadata["c"].size = torch.Size((7,))
@@ -380,7 +368,7 @@ def test_tensors_that_are_cut_alike_are_each_held_to_their_own_shape(tmp_path: P
     assert len({place for places in files.values() for place in places}) == 8
 
 
-def test_chunk_out_of_bounds(tmp_path: Path) -> None:
+def test_chunk_out_of_bounds(tmp_path):
     value = metadata(ONE)
     value.state_dict_metadata["w"].size = torch.Size((3, 3))
     save(tmp_path, value)
@@ -392,9 +380,7 @@ def test_chunk_out_of_bounds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("offsets", "sizes"), [((0, 0), (2,)), ((0,), (2, 3)), ((0, 0, 0), (2, 3, 1)), ((), ())]
 )
-def test_chunk_of_other_dimensions(
-    offsets: tuple[int, ...], sizes: tuple[int, ...], protocol: int, tmp_path: Path
-) -> None:
+def test_chunk_of_other_dimensions(offsets, sizes, protocol, tmp_path):
     value = metadata(ONE)
     value.state_dict_metadata["w"].chunks[1] = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
     save(tmp_path, value, protocol)
@@ -403,13 +389,13 @@ def test_chunk_of_other_dimensions(
         read_catalog(open_files(str(tmp_path)))
 
 
-def test_transforms_are_refused(tmp_path: Path) -> None:
+def test_transforms_are_refused(tmp_path):
     save(tmp_path, metadata(ONE, storage={W0: _StorageInfo("a", 0, 9, ["stream.zstd/1"])}))
     with pytest.raises(UnsupportedCheckpointError, match=r"transformed by.*stream.zstd/1"):
         read_catalog(open_files(str(tmp_path)))
 
 
-def test_unsupported_element_type(tmp_path: Path) -> None:
+def test_unsupported_element_type(tmp_path):
     value = metadata(ONE)
     value.state_dict_metadata["w"].properties.dtype = torch.quint8
     save(tmp_path, value)
@@ -417,7 +403,7 @@ def test_unsupported_element_type(tmp_path: Path) -> None:
         read_catalog(open_files(str(tmp_path)))
 
 
-def test_missing_metadata_says_why(tmp_path: Path) -> None:
+def test_missing_metadata_says_why(tmp_path):
     files = open_files(str(tmp_path))
     with pytest.raises(
         UnsupportedCheckpointError, match=r"no .metadata, so this is not a distributed checkpoint"
@@ -435,7 +421,7 @@ def test_missing_metadata_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [3, {"a": 1}, ChunkStorageMetadata(torch.Size(()), torch.Size(())), None])
-def test_other_pickles_are_no_metadata(tmp_path: Path, value: object) -> None:
+def test_other_pickles_are_no_metadata(tmp_path, value):
     save(tmp_path, value)
     with pytest.raises(CorruptCheckpointError, match="not checkpoint metadata"):
         read_catalog(open_files(str(tmp_path)))
@@ -454,7 +440,7 @@ class Acting:
 
 
 @pytest.mark.parametrize(("planner", "code", "is_advised"), [(Planned(), 3, True), (Acting(), 4, False)])
-def test_planner_data_of_another_class(planner: object, code: int, is_advised: bool, tmp_path: Path) -> None:
+def test_planner_data_of_another_class(planner, code, is_advised, tmp_path):
     """--unknown-classes is advised where it may help, and reads it as what tells nothing."""
     with open(tmp_path / METADATA, "wb") as file:
         pickle.dump(Metadata({}, planner, {}), file)

@@ -1,6 +1,4 @@
-"""Exact byte ranges, and errors that name file, range and size."""
-
-from __future__ import annotations
+"""Exact byte ranges, errors that name file, range and size; several folders read as one."""
 
 import os
 import socket
@@ -10,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.errors import CorruptCheckpointError
+from ckpt_tools.execute.output.journal import file_stamps
 from ckpt_tools.formats.storage import files as module
 from ckpt_tools.formats.storage.files import LocalFiles, _places_of, follow_links, read_whole
+from ckpt_tools.formats.storage.joined_files import JoinedFiles, by_folder, joined_name, place_of
 from ckpt_tools.formats.storage.open_files import open_files
 
 
@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_reads_are_exact(folder: Path) -> None:
+def test_reads_are_exact(folder):
     files = open_files(str(folder))
     assert isinstance(files, LocalFiles)
     assert files.list() == ["a", "b"]
@@ -37,7 +37,7 @@ def test_reads_are_exact(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("offset", "length"), [(0, 101), (100, 1), (1 << 60, 1), (-1, 1), (0, 1 << 60)])
-def test_ranges_past_the_end_are_named(folder: Path, offset: int, length: int) -> None:
+def test_ranges_past_the_end_are_named(folder, offset, length):
     files = LocalFiles(str(folder))
     with pytest.raises(CorruptCheckpointError) as found:
         files.read("a", offset, length)
@@ -47,7 +47,7 @@ def test_ranges_past_the_end_are_named(folder: Path, offset: int, length: int) -
     files.close()
 
 
-def test_a_file_that_shrinks_is_reported(folder: Path) -> None:
+def test_a_file_that_shrinks_is_reported(folder):
     files = LocalFiles(str(folder))
     files.read("a", 0, 1)
     (folder / "a").write_bytes(b"x" * 50)
@@ -56,7 +56,7 @@ def test_a_file_that_shrinks_is_reported(folder: Path) -> None:
     files.close()
 
 
-def test_missing_and_unreadable_files(folder: Path) -> None:
+def test_missing_and_unreadable_files(folder):
     files = LocalFiles(str(folder))
     with pytest.raises(CorruptCheckpointError, match="does not exist, but the checkpoint needs it"):
         files.read("c", 0, 1)
@@ -66,7 +66,7 @@ def test_missing_and_unreadable_files(folder: Path) -> None:
     files.close()
 
 
-def test_short_reads_are_completed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_reads_are_completed(folder, monkeypatch):
     real = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: real(fd, [buffers[0][:7]], at))
     files = LocalFiles(str(folder))
@@ -74,7 +74,7 @@ def test_short_reads_are_completed(folder: Path, monkeypatch: pytest.MonkeyPatch
     files.close()
 
 
-def test_descriptors_are_bounded_and_returned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_descriptors_are_bounded_and_returned(folder, monkeypatch):
     monkeypatch.setattr(module, "MAX_OPEN_FILES", 3)
     names = [f"f{i}" for i in range(10)]
     for name in names:
@@ -95,7 +95,7 @@ def following() -> Iterator[None]:
     follow_links(False)
 
 
-def test_links_inside_the_folder_are_read(folder: Path) -> None:
+def test_links_inside_the_folder_are_read(folder):
     (folder / "deep").mkdir()
     (folder / "deep" / "c").write_bytes(b"deep")
     (folder / "one").symlink_to("a")
@@ -107,7 +107,7 @@ def test_links_inside_the_folder_are_read(folder: Path) -> None:
     files.close()
 
 
-def test_the_user_s_own_path_may_be_a_link(folder: Path, tmp_path: Path) -> None:
+def test_the_user_s_own_path_may_be_a_link(folder, tmp_path):
     link = tmp_path / "here"
     link.symlink_to(folder)
     (folder / "one").symlink_to("a")
@@ -127,7 +127,7 @@ def elsewhere(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["direct", "relative", "twice", "door/secret"])
-def test_links_to_elsewhere_are_refused(folder: Path, name: str) -> None:
+def test_links_to_elsewhere_are_refused(folder, name):
     elsewhere(folder)
     files = LocalFiles(str(folder))
     with pytest.raises(
@@ -139,14 +139,14 @@ def test_links_to_elsewhere_are_refused(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["direct", "relative", "twice", "door/secret"])
 @pytest.mark.usefixtures("following")
-def test_links_to_elsewhere_are_read_when_asked_for(folder: Path, name: str) -> None:
+def test_links_to_elsewhere_are_read_when_asked_for(folder, name):
     elsewhere(folder)
     files = LocalFiles(str(folder))
     assert files.read(name, 0, 6) == b"secret"
     files.close()
 
 
-def test_a_snapshot_of_a_hugging_face_cache_is_read(tmp_path: Path) -> None:
+def test_a_snapshot_of_a_hugging_face_cache_is_read(tmp_path):
     model, other = tmp_path / "hub" / "models--a--b", tmp_path / "hub" / "models--c--d"
     for one in (model, other):
         (one / "blobs").mkdir(parents=True)
@@ -164,7 +164,7 @@ def test_a_snapshot_of_a_hugging_face_cache_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("kind", ["fifo", "socket", "device", "link to a fifo"])
-def test_what_is_no_file_is_refused_at_once(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_file_is_refused_at_once(folder, kind, monkeypatch):
     monkeypatch.chdir(folder)  # the path of a socket has at most 107 bytes
     if kind == "socket":
         with socket.socket(socket.AF_UNIX) as one:
@@ -186,7 +186,7 @@ def test_what_is_no_file_is_refused_at_once(folder: Path, kind: str, monkeypatch
     files.close()
 
 
-def test_a_file_that_should_be_small_fills_no_memory(folder: Path) -> None:
+def test_a_file_that_should_be_small_fills_no_memory(folder):
     with open(folder / "long", "wb") as file:
         file.truncate(1 << 40)
     files = LocalFiles(str(folder))
@@ -197,7 +197,7 @@ def test_a_file_that_should_be_small_fills_no_memory(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["\0", "a\0b", "\ud800"])
-def test_what_is_not_a_file_name_is_refused(folder: Path, name: str) -> None:
+def test_what_is_not_a_file_name_is_refused(folder, name):
     files = LocalFiles(str(folder))
     with pytest.raises(CorruptCheckpointError, match="is not a file name"):
         files.size(name)
@@ -214,5 +214,58 @@ def test_what_is_not_a_file_name_is_refused(folder: Path, name: str) -> None:
         ("/run", ("/run",)),
     ],
 )
-def test_files_of_a_snapshot_may_lie_in_its_caches_blobs_only(root: str, places: tuple[str, ...]) -> None:
+def test_files_of_a_snapshot_may_lie_in_its_caches_blobs_only(root, places):
     assert _places_of(root) == places
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[LocalFiles]:
+    found = []
+    for name in ("a", "ab", "a/b"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "f").write_bytes(f"in {name}".encode())
+        found.append(LocalFiles(f"{folder}/" if name == "ab" else str(folder)))
+    return found
+
+
+def test_a_file_is_read_where_it_lies(folders):
+    files = JoinedFiles(folders)
+    for folder, content in zip(folders, (b"in a", b"in ab", b"in a/b"), strict=True):
+        name = joined_name(folder, "f")
+        assert "//" not in name
+        assert place_of(files, name) == (folder, "f")
+        assert files.exists(name)
+        assert not files.exists(joined_name(folder, "g"))
+        assert files.size(name) == len(content)
+        assert files.read(name, 0, len(content)) == content
+        buffer = bytearray(2)
+        files.read_into(name, 1, memoryview(buffer))
+        assert buffer == content[1:3]
+        assert name in files.list()
+
+
+def test_a_file_of_no_folder_is_refused(folders, tmp_path):
+    with pytest.raises(CorruptCheckpointError, match="is not in"):
+        JoinedFiles(folders).size(f"{tmp_path}/abc/f")
+
+
+def test_a_folder_that_is_joined_twice_is_one(folders):
+    files = JoinedFiles([folders[0], LocalFiles(folders[0].location)])
+    assert len(files.parts) == 1
+
+
+def test_fingerprints_are_those_of_the_folders(folders):
+    files = JoinedFiles(folders)
+    names = sorted(joined_name(folder, "f") for folder in folders)
+    rows = file_stamps(files, names)
+    assert sorted(str(row[0]) for row in rows) == names
+    stamps = {joined_name(folder, "f"): file_stamps(folder, ["f"])[0][1:] for folder in folders}
+    assert {str(name): stamp for name, *stamp in rows} == stamps
+    Path(folders[1].location, "f").write_bytes(b"another")
+    assert file_stamps(files, names) != rows
+
+
+def test_one_folder_is_not_renamed(folders):
+    assert place_of(folders[0], "f") == (folders[0], "f")
+    assert list(by_folder(folders[0], ["f", "g"])) == [(folders[0], ["f", "g"])]

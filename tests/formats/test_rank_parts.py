@@ -1,7 +1,5 @@
 """Models that every rank wrote its part of: the tensors are those of joined ones, and what is not there is told."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator
@@ -83,8 +81,7 @@ GRIDS: list[dict[str, Cuts]] = [
 
 
 @pytest.mark.parametrize("cuts", GRIDS, ids=range(len(GRIDS)))
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_parts_make_the_tensors_that_torch_reads(cuts: dict[str, Cuts], tmp_path: Path) -> None:
+def test_parts_make_the_tensors_that_torch_reads(cuts, tmp_path):
     write_parts(tmp_path, ARRAYS, cuts)
     ours = loaded(tmp_path)
     theirs = {
@@ -150,7 +147,7 @@ def twice(notes: Any, places: Any) -> None:
         (aside, "matrix: its parts leave holes: 35 elements for [12, 5]; is each rank's file there?"),
     ],
 )
-def test_places_that_cannot_be_are_told(change: Any, text: str, tmp_path: Path) -> None:
+def test_places_that_cannot_be_are_told(change, text, tmp_path):
     write_parts(tmp_path, ARRAYS, {"matrix": (3, 1)})
     edit_header(tmp_path / name_of(2, 1), change)
     with pytest.raises(CorruptCheckpointError) as caught:
@@ -158,7 +155,7 @@ def test_places_that_cannot_be_are_told(change: Any, text: str, tmp_path: Path) 
     assert text in str(caught.value)
 
 
-def test_parts_that_overlap_are_told(tmp_path: Path) -> None:
+def test_parts_that_overlap_are_told(tmp_path):
     """By their volume, and where a hole makes up for it when they are read."""
     write_parts(tmp_path, ARRAYS, {"matrix": (2, 1)})
     edit_header(tmp_path / name_of(2, 1), twice)
@@ -174,7 +171,7 @@ def test_parts_that_overlap_are_told(tmp_path: Path) -> None:
         import_hf(parts, tmp_path / "run")
 
 
-def test_files_that_are_not_there_are_told(tmp_path: Path) -> None:
+def test_files_that_are_not_there_are_told(tmp_path):
     """A part in the middle leaves a hole; that of a whole file is known by the names of the others."""
     write_parts(tmp_path, ARRAYS, {"matrix": (3, 1)})
     (tmp_path / name_of(2, 1)).unlink()
@@ -188,7 +185,7 @@ def test_files_that_are_not_there_are_told(tmp_path: Path) -> None:
         read_safetensors_catalog(tmp_path)
 
 
-def test_parts_of_other_types_are_told(tmp_path: Path) -> None:
+def test_parts_of_other_types_are_told(tmp_path):
     write_parts(tmp_path, ARRAYS, {"matrix": (3, 1)})
     (tmp_path / "other").mkdir()
     wide = {**ARRAYS, "matrix": ARRAYS["matrix"].astype(np.float64)}
@@ -200,7 +197,7 @@ def test_parts_of_other_types_are_told(tmp_path: Path) -> None:
         read_safetensors_catalog(tmp_path)
 
 
-def test_pointers_among_parts_are_named(tmp_path: Path) -> None:
+def test_pointers_among_parts_are_named(tmp_path):
     write_parts(tmp_path, ARRAYS, {"matrix": (3, 1)})
     (tmp_path / name_of(3, 1)).write_bytes(
         b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
@@ -223,7 +220,7 @@ def by_rows(key: str, array: Any) -> Cuts:
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_an_import_of_parts_is_that_of_the_model(name: str, tmp_path: Path) -> None:
+def test_an_import_of_parts_is_that_of_the_model(name, tmp_path):
     """Every layout, byte for byte: stacked experts and interleaved columns are cut between experts."""
     whole, parts = spread(name, tmp_path, by_rows)
     (parts / "consolidated.safetensors").write_bytes(b"anything")
@@ -235,7 +232,7 @@ def test_an_import_of_parts_is_that_of_the_model(name: str, tmp_path: Path) -> N
     assert diff_checkpoints(parts, tmp_path / "run", DiffOptions(headers=True)).is_equal
 
 
-def test_parts_cut_across_interleaved_columns_are_refused(tmp_path: Path) -> None:
+def test_parts_cut_across_interleaved_columns_are_refused(tmp_path):
     def across(key: str, array: Any) -> Cuts:
         is_interleaved = key.endswith("experts.gate_up_proj")
         return (1, 1, 4) if is_interleaved else (1,) * array.ndim
@@ -247,7 +244,7 @@ def test_parts_cut_across_interleaved_columns_are_refused(tmp_path: Path) -> Non
         import_hf(parts, tmp_path / "run")
 
 
-def test_a_lost_last_rank_contradicts_config_json(tmp_path: Path) -> None:
+def test_a_lost_last_rank_contradicts_config_json(tmp_path):
     """Which alone tells how long the tensors were."""
     _, parts = spread("llama", tmp_path, by_rows)
     for file in parts.glob("shard-00002-*"):
@@ -261,18 +258,18 @@ def test_a_lost_last_rank_contradicts_config_json(tmp_path: Path) -> None:
     )
 
 
-def test_ranks_that_are_absent_are_counted() -> None:
+def test_ranks_that_are_absent_are_counted():
     names = [name_of(1, 1), name_of(4, 1), "config.json"]
     assert what_is_not_told(names).startswith("parts of 2 ranks, 1 to 4, without 2 between them: ")
     assert what_is_not_told(["model.safetensors"]) == ""
 
 
-def test_a_name_of_any_number_of_files_costs_nothing() -> None:
+def test_a_name_of_any_number_of_files_costs_nothing():
     (said,) = lacking_files(["shard-00001-model-00001-of-99999999999999.safetensors"])
     assert said == "parts of a model of 99,999,999,999,999 files, of which 1 are there"
 
 
-def test_two_places_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_two_places_of_one_name_are_refused(tmp_path):
     places = '{"a": {"saved_offsets": [0]}, "a": {"saved_offsets": [4]}}'
     texts = {"DCP_SHARDING_INFO": places, "format": "pt"}
     save_file({"a": np.zeros(4, np.float32)}, tmp_path / name_of(1, 1, 1), metadata=texts)
@@ -280,7 +277,7 @@ def test_two_places_of_one_name_are_refused(tmp_path: Path) -> None:
         read_safetensors_catalog(tmp_path)
 
 
-def test_a_mean_of_parts_is_a_model_of_the_usual_files(tmp_path: Path) -> None:
+def test_a_mean_of_parts_is_a_model_of_the_usual_files(tmp_path):
     whole, parts = spread("llama", tmp_path, by_rows)
     average_checkpoints([parts, whole], tmp_path / "a")
     average_checkpoints([whole, parts], tmp_path / "b")
@@ -292,7 +289,7 @@ def test_a_mean_of_parts_is_a_model_of_the_usual_files(tmp_path: Path) -> None:
         assert all(found[key].tobytes() == array.tobytes() for key, array in truth.items())
 
 
-def test_a_folder_of_parts_needs_a_config(tmp_path: Path) -> None:
+def test_a_folder_of_parts_needs_a_config(tmp_path):
     _, parts = spread("llama", tmp_path, by_rows)
     (parts / "config.json").unlink()
     with pytest.raises(
@@ -313,7 +310,7 @@ def test_a_folder_of_parts_needs_a_config(tmp_path: Path) -> None:
         (Box((0, 1), (2, 2)), (2, 4), (2, 1, 4), None),
     ],
 )
-def test_boxes_with_split_axes(box: Box, shape: Cuts, seen: Cuts, found: Box | None) -> None:
+def test_boxes_with_split_axes(box, shape, seen, found):
     assert split_axes(box, shape, seen) == found
     if found is not None:
         array = np.arange(np.prod(shape, dtype=int)).reshape(shape)

@@ -1,7 +1,5 @@
 """Ranges that are fetched before they are read: the file's bytes whatever was told, few requests, bounded memory."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Iterator, Sequence
@@ -58,9 +56,7 @@ job = st.lists(st.tuples(st.integers(0, len(DATA) - 1), st.integers(1, 300 * KIB
 
 
 @given(st.lists(st.tuples(job, job), max_size=8), st.sampled_from([0, 50 * KIB, 1 << 20, 32 << 20]))
-def test_any_reads_give_the_bytes_of_the_file_whatever_was_foretold(
-    jobs: list[tuple[Job, Job]], memory: int
-) -> None:
+def test_any_reads_give_the_bytes_of_the_file_whatever_was_foretold(jobs, memory):
     """Each job tells of some ranges and reads others: all of these, in any order, or none."""
     store = Store()
 
@@ -76,7 +72,7 @@ def test_any_reads_give_the_bytes_of_the_file_whatever_was_foretold(
     assert seen == jobs
 
 
-def test_neighbours_are_one_request_and_nothing_is_asked_for_twice() -> None:
+def test_neighbours_are_one_request_and_nothing_is_asked_for_twice():
     store = Store(bytes(40 << 20))
     jobs = [(start, start + (1 << 20)) for start in range(0, 40 << 20, 1 << 20)]
     with reading_ahead(jobs, lambda one: [Range(store, "data", *one)], 3 * REQUEST_BYTES) as mine:
@@ -85,7 +81,7 @@ def test_neighbours_are_one_request_and_nothing_is_asked_for_twice() -> None:
     assert sorted(store.requests) == [(at, at + REQUEST_BYTES) for at in range(0, 40 << 20, REQUEST_BYTES)]
 
 
-def test_streams_that_are_read_in_turn_are_joined_each() -> None:
+def test_streams_that_are_read_in_turn_are_joined_each():
     """Tiles of two chunks side by side: every other range goes on where the one before the last ended."""
     store, half = Store(bytes(32 << 20)), 16 << 20
     jobs = [(at + side, at + side + (1 << 20)) for at in range(0, half, 1 << 20) for side in (0, half)]
@@ -95,7 +91,7 @@ def test_streams_that_are_read_in_turn_are_joined_each() -> None:
     assert sorted(store.requests) == [(at, at + REQUEST_BYTES) for at in range(0, 32 << 20, REQUEST_BYTES)]
 
 
-def test_a_gap_is_fetched_and_a_longer_one_is_not() -> None:
+def test_a_gap_is_fetched_and_a_longer_one_is_not():
     store = Store()
     near, far = 64 * KIB, 64 * KIB + 1
     ranges = [(0, 100), (100 + near, 200 + near), (200 + near + far, 300 + near + far)]
@@ -105,7 +101,7 @@ def test_a_gap_is_fetched_and_a_longer_one_is_not() -> None:
     assert sorted(store.requests) == [(0, 200 + near), (200 + near + far, 300 + near + far)]
 
 
-def test_what_is_on_its_way_or_here_keeps_to_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_on_its_way_or_here_keeps_to_the_memory(monkeypatch):
     most, memory = [0], 1 << 20
     ask_for = ReadAhead._ask_for
 
@@ -124,14 +120,14 @@ def test_what_is_on_its_way_or_here_keeps_to_the_memory(monkeypatch: pytest.Monk
     assert memory // 2 < max(most) <= memory
 
 
-def test_ranges_that_a_job_did_not_read_cost_no_requests_after_it() -> None:
+def test_ranges_that_a_job_did_not_read_cost_no_requests_after_it():
     store, jobs = Store(), [(start, start + 300 * KIB) for start in range(0, 3000 * KIB, 300 * KIB)]
     with reading_ahead(jobs, lambda one: [Range(store, "data", *one)], 50 * KIB) as mine:
         assert list(mine) == jobs
     assert 0 < len(store.requests) <= 3 * len(jobs)
 
 
-def test_requests_are_made_before_they_are_waited_for() -> None:
+def test_requests_are_made_before_they_are_waited_for():
     store = Store()
     store.gate.clear()
     jobs = [(at, at + 100 * KIB) for at in range(0, 2 << 20, 400 * KIB)]
@@ -143,7 +139,7 @@ def test_requests_are_made_before_they_are_waited_for() -> None:
         assert store.read(*jobs[0]) == DATA[slice(*jobs[0])]
 
 
-def test_a_failure_is_told_to_who_reads_and_not_to_others() -> None:
+def test_a_failure_is_told_to_who_reads_and_not_to_others():
     store = Store(broken=1 << 20)
     jobs = [(0, 100), (1 << 20, (1 << 20) + 100), (2 << 20, (2 << 20) + 100)]
     with reading_ahead(jobs, lambda one: [Range(store, "data", *one)], 1 << 20) as mine:
@@ -155,7 +151,7 @@ def test_a_failure_is_told_to_who_reads_and_not_to_others() -> None:
         assert store.read(start, stop) == DATA[start:stop]
 
 
-def test_what_cannot_be_foretold_is_left_to_who_reads() -> None:
+def test_what_cannot_be_foretold_is_left_to_who_reads():
     store = Store()
 
     def reads(one: int) -> Iterator[Range]:
@@ -170,7 +166,7 @@ def test_what_cannot_be_foretold_is_left_to_who_reads() -> None:
     assert store.requests == []
 
 
-def test_threads_share_jobs_and_each_is_done_once() -> None:
+def test_threads_share_jobs_and_each_is_done_once():
     store, lock, left = Store(), threading.Lock(), iter(range(64))
 
     def taken() -> Iterator[int]:
@@ -196,7 +192,7 @@ def test_threads_share_jobs_and_each_is_done_once() -> None:
     assert sorted(found) == list(range(64))
 
 
-def test_the_threads_of_requests_end_for_a_fork_and_come_again() -> None:
+def test_the_threads_of_requests_end_for_a_fork_and_come_again():
     requests.rest()  # those of earlier tests
     before = threading.active_count()
     assert requests.pool().submit(lambda: 1).result() == 1

@@ -1,7 +1,5 @@
 """Safetensors directories: read as the safetensors library reads them, refused where it refuses, by name."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -43,7 +41,7 @@ def header_of(tensors: dict[str, Any], data: bytes, pad: int = 0) -> bytes:
     return len(text).to_bytes(8, "little") + text + data
 
 
-def test_every_payload_is_found(tmp_path: Path) -> None:
+def test_every_payload_is_found(tmp_path):
     save_file(ARRAYS, tmp_path / SINGLE_FILE, metadata={"format": "pt"})
     catalog = read_safetensors_catalog(tmp_path)
     assert catalog.tensors.keys() == ARRAYS.keys()
@@ -66,7 +64,7 @@ def sharded(root: Path) -> dict[str, Any]:
     return {"metadata": {"total_size": 56}, "weight_map": weight_map}
 
 
-def test_shards_are_read_through_the_index(tmp_path: Path) -> None:
+def test_shards_are_read_through_the_index(tmp_path):
     (tmp_path / INDEX_FILE).write_text(json.dumps(sharded(tmp_path)))
     assert read_safetensors_catalog(tmp_path).tensors.keys() == {"matrix", "scalar"}
 
@@ -96,7 +94,7 @@ def escaping(index: dict[str, Any], root: Path) -> None:
         (escaping, "is not a file name"),
     ],
 )
-def test_index_and_shards_must_agree(damage: Any, text: str, tmp_path: Path) -> None:
+def test_index_and_shards_must_agree(damage, text, tmp_path):
     index = sharded(tmp_path)
     damage(index, tmp_path)
     (tmp_path / INDEX_FILE).write_text(json.dumps(index))
@@ -105,7 +103,7 @@ def test_index_and_shards_must_agree(damage: Any, text: str, tmp_path: Path) -> 
     assert text in str(caught.value)
 
 
-def test_directories_without_one_set_of_weights_are_refused(tmp_path: Path) -> None:
+def test_directories_without_one_set_of_weights_are_refused(tmp_path):
     with pytest.raises(UnsupportedCheckpointError, match="neither"):
         read_safetensors_catalog(tmp_path)
     index = sharded(tmp_path)
@@ -117,7 +115,7 @@ def test_directories_without_one_set_of_weights_are_refused(tmp_path: Path) -> N
         read_safetensors_catalog(tmp_path)
 
 
-def test_files_beside_the_index_are_not_read(tmp_path: Path) -> None:
+def test_files_beside_the_index_are_not_read(tmp_path):
     """Mistral publishes its weights a second time, as `consolidated.safetensors`; that one may be anything."""
     (tmp_path / INDEX_FILE).write_text(json.dumps(sharded(tmp_path)))
     save_file({"old": ARRAYS["matrix"]}, tmp_path / "consolidated.safetensors")
@@ -127,8 +125,7 @@ def test_files_beside_the_index_are_not_read(tmp_path: Path) -> None:
         assert unread_files(files) == ("consolidated.safetensors", "extra.safetensors")
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_torch_writes_in_parts_is_read(tmp_path: Path) -> None:
+def test_what_torch_writes_in_parts_is_read(tmp_path):
     """A model of one process; joined by torch it is the same. How parts of several come together: test_rank_parts."""
     parts, joined = tmp_path / "parts", tmp_path / "joined"
     state = {"matrix": torch.from_numpy(ARRAYS["matrix"]), "vector": torch.ones(5)}
@@ -148,7 +145,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4d" * 3
 
 
 @pytest.mark.parametrize("name", [SINGLE_FILE, "model-00002-of-00002.safetensors", INDEX_FILE])
-def test_lfs_pointers_are_named(name: str, tmp_path: Path) -> None:
+def test_lfs_pointers_are_named(name, tmp_path):
     if name != SINGLE_FILE:
         (tmp_path / INDEX_FILE).write_text(json.dumps(sharded(tmp_path)))
     (tmp_path / name).write_bytes(POINTER)
@@ -172,7 +169,7 @@ def test_lfs_pointers_are_named(name: str, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_folders_with_other_weights_say_what_to_do(name: str, text: str, tmp_path: Path) -> None:
+def test_folders_with_other_weights_say_what_to_do(name, text, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / name).write_bytes(b"weights")
     with pytest.raises(UnsupportedCheckpointError, match=text):
@@ -205,7 +202,7 @@ def tensor(start: int, stop: int, shape: list[int], dtype: str = "F32") -> dict[
         (header_of({"a": tensor(0, 4, [1])}, bytes(5)), "trailing bytes"),
     ],
 )
-def test_files_that_break_the_format_are_refused(content: bytes, text: str, tmp_path: Path) -> None:
+def test_files_that_break_the_format_are_refused(content, text, tmp_path):
     (tmp_path / SINGLE_FILE).write_bytes(content)
     with pytest.raises(CorruptCheckpointError) as caught:
         read_safetensors_catalog(tmp_path)
@@ -215,7 +212,7 @@ def test_files_that_break_the_format_are_refused(content: bytes, text: str, tmp_
 
 
 @pytest.mark.parametrize("by_index", [False, True])
-def test_a_tensor_is_found_under_all_names_that_a_writer_gave_it(by_index: bool, tmp_path: Path) -> None:
+def test_a_tensor_is_found_under_all_names_that_a_writer_gave_it(by_index, tmp_path):
     """`save_model` stores one of its names, and the header lists the others; of several files (huggingface_hub) the
     index does."""
     one = np.arange(6, dtype=np.float32)
@@ -239,7 +236,7 @@ def test_a_tensor_is_found_under_all_names_that_a_writer_gave_it(by_index: bool,
     assert raw[chunk.item.offset : chunk.item.offset + chunk.item.length] == one.tobytes()
 
 
-def test_padding_of_the_header_is_allowed(tmp_path: Path) -> None:
+def test_padding_of_the_header_is_allowed(tmp_path):
     (tmp_path / SINGLE_FILE).write_bytes(header_of({"a": tensor(0, 4, [1])}, bytes(4), pad=5))
     assert read_safetensors_catalog(tmp_path).tensors["a"].shape == (1,)
 
@@ -321,16 +318,16 @@ STRANGE = [
 
 
 @pytest.mark.parametrize("content", STRANGE, ids=range(len(STRANGE)))
-def test_no_strange_header_is_taken_that_the_library_refuses(content: bytes) -> None:
+def test_no_strange_header_is_taken_that_the_library_refuses(content):
     assert library_takes(content) or not we_take(content)
 
 
-def test_some_are_taken() -> None:
+def test_some_are_taken():
     assert we_take(with_header(ONE)) and library_takes(with_header(ONE))
     assert sum(map(we_take, STRANGE)) >= 5
 
 
-def test_no_damaged_header_is_taken_that_the_library_refuses() -> None:
+def test_no_damaged_header_is_taken_that_the_library_refuses():
     """`CKPT_TOOLS_SEEDS=1000000` tries so many."""
     rng = random.Random(11)
     starts = [with_header(ONE), *STRANGE, *(data for data in seeds("safetensors") if len(data) < 1000)]
@@ -350,7 +347,7 @@ def test_no_damaged_header_is_taken_that_the_library_refuses() -> None:
 
 
 @pytest.mark.parametrize("text", ["[1]", "null", "{}", "3"])
-def test_an_index_without_a_weight_map(text: str, tmp_path: Path) -> None:
+def test_an_index_without_a_weight_map(text, tmp_path):
     (tmp_path / INDEX_FILE).write_text(text)
     with pytest.raises(CorruptCheckpointError, match=r"not a safetensors index: it has no weight_map$"):
         read_safetensors_catalog(str(tmp_path))

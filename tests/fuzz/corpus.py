@@ -3,8 +3,6 @@
 `python -m tests.fuzz.corpus CORPUS` packs the small ones of a corpus that `tests.fuzz.run` left.
 """
 
-from __future__ import annotations
-
 import io
 import sys
 import tarfile

@@ -1,7 +1,5 @@
 """Pickles from a small grammar: well formed in the large, with any value where any other could be."""
 
-from __future__ import annotations
-
 import random
 import struct
 

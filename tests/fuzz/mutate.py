@@ -1,7 +1,5 @@
 """Damage that knows the structure it damages: opcodes of a pickle, records of an archive, values of JSON."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import pickletools

@@ -3,8 +3,6 @@
 By hand: `python -m tests.fuzz.options --minutes 5 --seed 1`.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

@@ -4,8 +4,6 @@ A parser returns whether it took the input. Any exception but our own, a broken 
 of bounds is a failure.
 """
 
-from __future__ import annotations
-
 import resource
 import tempfile
 import time

@@ -4,8 +4,6 @@ Needs atheris (`pip install atheris`). Inputs that reach new code are kept in CO
 failures are written to CORPUS/failures, by libFuzzer itself what crashes, hangs or fills the process.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import os

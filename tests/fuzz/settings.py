@@ -1,7 +1,5 @@
 """Parsers of settings, to be fuzzed: config.json, arguments, rule files, journals, a job's YAML and flags."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Mapping

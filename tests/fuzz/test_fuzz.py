@@ -1,9 +1,6 @@
 """Bytes from strangers, damaged at random but alike in every run: our own errors only, in bounded time and memory."""
 
-from __future__ import annotations
-
 import random
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -23,7 +20,7 @@ dice = st.integers(0, (1 << 64) - 1).map(random.Random)
 
 
 @pytest.mark.parametrize("parser", EXAMPLES)
-def test_damaged_input_is_taken_or_refused(parser: str) -> None:
+def test_damaged_input_is_taken_or_refused(parser):
     given_inputs = seeds(parser)
     taken = []
 
@@ -37,7 +34,7 @@ def test_damaged_input_is_taken_or_refused(parser: str) -> None:
 
 
 @pytest.mark.parametrize("parser", sorted(EXAMPLES.keys() - SETTINGS.keys()))
-def test_the_kept_corpus(parser: str) -> None:
+def test_the_kept_corpus(parser):
     taken = [parse(parser, data) for data in kept(parser)]
     assert 0 < sum(taken) < len(taken)
 
@@ -59,11 +56,11 @@ SLOW_ONCE = {
 
 
 @pytest.mark.parametrize(("parser", "data"), [(p, d) for p, inputs in SLOW_ONCE.items() for d in inputs])
-def test_what_was_slow_or_deep(parser: str, data: bytes) -> None:
+def test_what_was_slow_or_deep(parser, data):
     parse(parser, data)
 
 
-def test_any_value_of_any_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_value_of_any_option(tmp_path, monkeypatch):
     """By hand: `python -m tests.fuzz.options --minutes 10`."""
     (tmp_path / "inner").mkdir()
     monkeypatch.chdir(tmp_path / "inner")  # names like "x" and "../x" are files here
@@ -120,9 +117,7 @@ DRAWN_ONCE = [
 
 
 @pytest.mark.parametrize("words", DRAWN_ONCE, ids=range(len(DRAWN_ONCE)))
-def test_what_ended_as_a_defect_or_too_late(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ended_as_a_defect_or_too_late(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, said, seconds = outcome(
         [{"IN": str(LLAMA), "OUT": str(tmp_path / "out")}.get(word, word) for word in words]

@@ -5,8 +5,6 @@ shards and where a shard stands in the stored tensor follows Bridge (peft/utils.
 (transformer/mlp.py `apply_swiglu_sharded_factory`), written down a second time.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import dataclass, field

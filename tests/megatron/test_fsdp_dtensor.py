@@ -1,9 +1,11 @@
-"""Fields that older writers did not know, and rng states of ranks that the source does not have."""
+"""Fields that older writers did not know, rng states that the source lacks, weights that a job holds in FP8."""
 
 import pytest
 
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.fsdp_dtensor.tensors import backfill_groups, rng_items
+from ckpt_tools.megatron.run_state.common_state import CommonState
+from ckpt_tools.megatron.run_state.settings import is_held_in_fp8
 
 SCHEDULER = {"max_lr": 0.3, "min_lr": 0.007}
 WHOLE = {"wd_mult": 2.0, "lr_mult": 3.0, "is_expert_parallel": True, "is_decoupled_lr": True, "max_lr": 1.0,
@@ -61,3 +63,32 @@ def test_rng_states_of_the_first_stage_for_every_rank(tp, dropped, copied):
         *(f"rng of tensor-parallel rank {t}: copied from rank 2" for t in copied),
         f"rng of (pp, tp) ranks {dropped}: dropped, the target has no such ranks",
     ]
+
+
+FP8 = {"fp8": "hybrid", "fp8_param_gather": True, "transformer_impl": "transformer_engine", "num_layers": 4}
+LAYER = "decoder.layers.0."
+IN_FP8 = [*(f"{LAYER}{name}.weight" for name in ("self_attention.linear_qkv", "self_attention.in_proj",
+                                                "mlp.shared_experts.linear_fc2")),
+          f"{LAYER}mlp.experts.linear_fc1.weight17", "mtp.layers.0.eh_proj.weight"]  # fmt: skip
+NOT = [*(f"{LAYER}{name}" for name in ("self_attention.linear_qkv.layer_norm_weight",
+                                       "self_attention.linear_qkv.bias", "mlp.router.weight",
+                                       "self_attention.conv1d.weight")),
+       "embedding.word_embeddings.weight", "output_layer.weight"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*IN_FP8, *NOT])
+@pytest.mark.parametrize(
+    "change", [{}, {"fp8": None}, {"fp8_param_gather": False}, {"transformer_impl": "local"}]
+)
+def test_linear_layers_of_transformer_engine(name, change):
+    assert is_held_in_fp8(name, CommonState({}, "common.pt", FP8 | change)) is (name in IN_FP8 and not change)
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [({}, [1, 2]), ({"num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 3}, [0])],
+)
+def test_layers_that_stay_in_bf16(more, expected):
+    common = CommonState({}, "common.pt", FP8 | {"first_last_layers_bf16": True} | more)
+    held = [i for i in range(4) if is_held_in_fp8(f"decoder.layers.{i}.mlp.linear_fc2.weight", common)]
+    assert held == expected

@@ -1,9 +1,6 @@
 """Settings of layers for a part of the layers: cut, left, or refused by name."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 
@@ -83,9 +80,7 @@ BLOCKS = "heterogeneous_layers_config_encoded_json"
         ((1, 2, 3), {"data_path": ["a", "b", "c"], "rope_local_base_freq": 10000, "my_list": [1, 2]}, {}),
     ],
 )  # fmt: skip
-def test_a_setting_of_some_layers(
-    layers: tuple[int, int, int], settings: dict[str, Any], expected: dict[str, Any] | str
-) -> None:
+def test_a_setting_of_some_layers(layers, settings, expected):
     cut, settings = Layers(*layers), {"num_layers": layers[2], **settings}
     if isinstance(expected, str):
         with pytest.raises(CkptError, match=f"^{expected} = "):

@@ -1,6 +1,4 @@
-"""Boxes against sets of indices."""
-
-from __future__ import annotations
+"""Boxes against sets of indices, views against what numpy shows of an `arange`."""
 
 import itertools
 import math
@@ -9,9 +7,26 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.lib.stride_tricks import as_strided
 
 from ckpt_tools.model.box import Box, flat_range_to_boxes, full_box, row_major_strides, split_axes
-from tests.strategies import boxes, shapes
+from ckpt_tools.model.views import (
+    Defragment,
+    Insert,
+    Narrow,
+    Permute,
+    Piece,
+    Place,
+    Select,
+    Step,
+    Unflatten,
+    View,
+    chunk_piece,
+    pull_box,
+    push_piece,
+    view_shape,
+)
+from tests.strategies import Shape, boxes, defragments, shapes, tilings, viewed_shapes
 
 
 def indices(box: Box) -> set[tuple[int, ...]]:
@@ -88,3 +103,101 @@ def test_a_box_of_split_axes_holds_the_same_elements():
             assert got.reshape(-1).tolist() == wanted.reshape(-1).tolist()
     assert boxes == 3 * 6
     assert split_axes(Box((0,), (4,)), (4,), (4, 1, 3)) is None  # more axes than it has elements for
+
+
+ABSENT = -1
+
+
+def shown(array: np.ndarray, step: Step) -> np.ndarray:
+    """What a step shows of an array, by numpy's means."""
+    match step:
+        case Narrow(axis, start, size):
+            return array[(slice(None),) * axis + (slice(start, start + size),)]
+        case Select(axis, index):
+            return array.take(index, axis)
+        case Permute(order):
+            return array.transpose(order)
+        case Unflatten(start, dims):
+            return array[start : start + math.prod(dims)].reshape(dims)
+        case Insert(axis):
+            return np.expand_dims(array, axis)
+        case Place(start, dims):
+            out = np.full(dims, ABSENT)
+            out[tuple(slice(a, a + n) for a, n in zip(start, array.shape, strict=True))] = array
+            return out
+        case Defragment(dims, fragments):
+            out = np.empty(dims, array.dtype)
+            for cell in itertools.product(*map(range, fragments)):
+                corner = [c * n for c, n in zip(cell, step.local, strict=True)]
+                region = tuple(slice(a, a + n) for a, n in zip(corner, step.local, strict=True))
+                out[region] = array[cell].reshape(step.local)
+            return out
+    raise AssertionError(step)
+
+
+def expected(shape: Shape, view: View) -> np.ndarray:
+    array = np.arange(math.prod(shape)).reshape(shape)
+    for step in view:
+        array = shown(array, step)
+    return array
+
+
+def region(box: Box) -> tuple[slice, ...]:
+    return tuple(map(slice, box.start, box.stop))
+
+
+def elements(payload: np.ndarray, piece: Piece) -> np.ndarray:
+    """The piece's elements, after a check that they lie in the payload."""
+    last = piece.offset + sum((n - 1) * s for n, s in zip(piece.box.size, piece.strides, strict=True))
+    assert 0 <= piece.offset <= last < payload.size
+    return as_strided(payload[piece.offset :], piece.box.size, [8 * s for s in piece.strides])
+
+
+def check_box(shape, view, chunks, box):
+    """The planner's way: crop chunks to the pulled box, push, crop to the box."""
+    source = np.arange(math.prod(shape)).reshape(shape)
+    out = np.full(box.size, ABSENT)
+    for chunk in chunks:
+        assert chunk_piece(chunk).crop(Box(*chunk)) == chunk_piece(chunk)
+        part = chunk_piece(chunk).crop(pull_box(view, box))
+        for piece in push_piece(view, part) if part else ():
+            kept = piece.crop(box)
+            if kept is not None:
+                assert not kept.box.is_empty
+                place = region(kept.box.relative_to(box))
+                assert (out[place] == ABSENT).all()  # nothing is shown twice
+                out[place] = elements(source[region(chunk)].flatten(), kept)
+    assert np.array_equal(out, expected(shape, view)[region(box)])
+
+
+@given(st.data())
+def test_any_box_of_any_view_of_any_chunks_is_numpy_indexing(data):
+    shape, view = data.draw(viewed_shapes())
+    whole = full_box(view_shape(view, shape))
+    for box in (whole, data.draw(boxes(whole.size, min_side=1))):
+        check_box(shape, view, data.draw(tilings(shape)), box)
+
+
+@given(st.data())
+def test_defragment_of_any_chunks(data):
+    shape, step = data.draw(defragments())
+    check_box(shape, (step,), data.draw(tilings(shape, max_cuts=8)), full_box(step.dims))
+
+
+@pytest.mark.parametrize(
+    ("step", "shape"),
+    [
+        (Narrow(0, 2, 3), (4,)),
+        (Narrow(0, -1, 2), (4,)),
+        (Select(1, 3), (4, 3)),
+        (Select(0, -1), (4,)),
+        (Unflatten(1, (2, 2)), (4,)),
+        (Unflatten(0, (4,)), (2, 2)),
+        (Defragment((4, 4), (2, 3)), (2, 3, 2)),
+        (Defragment((4, 4), (2, 2)), (2, 2, 5)),
+        (Place((1,), (4,)), (4,)),
+    ],
+)
+def test_a_step_that_does_not_fit_is_refused(step, shape):
+    with pytest.raises(ValueError, match=r"fit|room"):
+        view_shape((step,), shape)

@@ -1,7 +1,5 @@
 """Kernels against torch on whole tensors, and against themselves on any tiling."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -10,15 +8,18 @@ from hypothesis import strategies as st
 
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.dtypes import Form
+from ckpt_tools.model.kernels import low_rank
 from ckpt_tools.model.kernels.casts import Array, cast, numpy_dtype
 from ckpt_tools.model.kernels.kernel import (
     MINIFLOATS,
     Dequantize,
     JoinRemainder,
     Kernel,
+    Reshaped,
     WeightedMean,
     Zeros,
     minifloat_values,
+    reshaped,
 )
 from ckpt_tools.model.kernels.low_rank import AddLowRank
 from ckpt_tools.model.kernels.packed import DecodeMxfp4, UnpackInt4
@@ -213,3 +214,221 @@ def test_zeros_are_made_of_nothing(data):
     kernel = Zeros("float32", shape)
     found = by_tiles(kernel, [], [], data.draw(tilings(shape)))
     assert found.dtype == np.float32 and found.tobytes() == np.zeros(shape, np.float32).tobytes()
+
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+
+
+def mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """(experts, in, out) of GPT-OSS blocks, by bfloat16 arithmetic of torch."""
+    nibbles = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).long()
+    values = torch.tensor(E2M1, dtype=torch.bfloat16)[nibbles]
+    values = torch.ldexp(values, scales.to(torch.int32)[..., None] - 127).to(torch.bfloat16)
+    return values.flatten(-2).transpose(1, 2).contiguous()
+
+
+def pack(numbers: torch.Tensor) -> torch.Tensor:
+    """(rows, columns) of -8..7 as int32 words of eight columns."""
+    columns = -(-numbers.shape[1] // 8) * 8
+    wide = torch.zeros(numbers.shape[0], columns, dtype=torch.int64)
+    wide[:, : numbers.shape[1]] = numbers + 8
+    words = (wide.reshape(len(wide), -1, 8) << (4 * torch.arange(8))).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def code_bits(tensor: torch.Tensor) -> np.ndarray:
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def test_every_code_with_every_scale_is_what_torch_makes_of_it():
+    """Down to the smallest bfloat16s, and up to the infinities."""
+    blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 16, 1, 16).repeat(255, 1, 1, 1)
+    scales = torch.arange(255, dtype=torch.uint8).reshape(255, 1, 1).repeat(1, 16, 1)
+    kernel = DecodeMxfp4()
+    form = kernel.form([Form("uint8", tuple(blocks.shape)), Form("uint8", tuple(scales.shape))])
+    found = kernel.compute(full_box(form.shape), [blocks.numpy(), scales.numpy()])
+    assert found.tobytes() == code_bits(mxfp4(blocks, scales)).tobytes()
+    assert (found & 0x7FFF == 0x7F80).any() and (found & 0x7F80 == 0).any()
+
+
+@given(st.data(), shapes(3, 3, max_side=3))
+def test_mxfp4_by_tiles(data, shape):
+    rng = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
+    blocks = rng.integers(0, 256, (*shape, 16), np.uint8)
+    scales = rng.integers(100, 150, shape, np.uint8)
+    forms = [Form("uint8", blocks.shape), Form("uint8", shape)]
+    expected = code_bits(mxfp4(torch.from_numpy(blocks), torch.from_numpy(scales)))
+    found = by_tiles(DecodeMxfp4(), [blocks, scales], forms, data.draw(tilings(expected.shape)))
+    assert found.tobytes() == expected.tobytes()
+
+
+def test_a_scale_that_is_not_a_number_is_refused():
+    with pytest.raises(ValueError, match="scale is 255, which is not a number"):
+        DecodeMxfp4().compute(
+            full_box((1, 32, 1)), [np.zeros((1, 1, 1, 16), np.uint8), np.full((1, 1, 1), 255, np.uint8)]
+        )
+
+
+@given(
+    st.data(),
+    st.integers(1, 19),
+    st.integers(1, 3),
+    st.integers(1, 21),
+    st.sampled_from(["float32", "float16", "bfloat16"]),
+    st.booleans(),
+)
+def test_packed_integers_are_their_numbers_times_their_groups_scales(
+    data, rows, groups, group, dtype, with_zeros
+):
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1 << 32)))
+    columns = groups * group
+    numbers = torch.randint(-8, 8, (rows, columns), generator=generator)
+    zeros = torch.randint(-8, 8, (rows, groups), generator=generator)
+    scales = torch.rand((rows, groups), generator=generator).to(getattr(torch, dtype))
+    shifted = numbers - zeros.repeat_interleave(group, 1) if with_zeros else numbers
+    expected = shifted.to(scales.dtype) * scales.repeat_interleave(group, 1)
+    inputs = [pack(numbers), scales.float()] + [pack(zeros.T).T.contiguous()] * with_zeros
+    types = ["int32", "float32", "int32"]
+    forms = [Form(t, tuple(x.shape)) for t, x in zip(types, inputs, strict=False)]
+    kernel = UnpackInt4(columns, group, dtype, with_zeros)
+    tiling = data.draw(tilings((rows, columns)))
+    found = by_tiles(kernel, [x.numpy() for x in inputs], forms, tiling)
+    assert found.tobytes() == code_bits(expected).tobytes()
+
+
+@given(st.data(), st.lists(shapes(1, 3, max_side=4), min_size=1, max_size=3))
+def test_split_axes_hold_the_same_elements(data, splits):
+    whole = tuple(int(np.prod(split)) for split in splits)
+    shape = tuple(length for split in splits for length in split)
+    coded = np.random.default_rng(data.draw(st.integers(0, 1 << 32))).integers(0, 256, whole, np.uint8)
+    scales = np.ones(1, np.float32)
+    plain = Dequantize("float8_e5m2")
+    forms = [Form("float8_e5m2", whole), Form("float32", (1,))]
+    expected = plain.compute(full_box(whole), [coded, scales])
+    for kernel in (Reshaped(plain, tuple(splits)), reshaped(plain, whole, shape)):
+        assert kernel.form(forms) == Form("float32", shape)
+        found = by_tiles(kernel, [coded, scales], forms, data.draw(tilings(shape)))
+        assert found.tobytes() == expected.tobytes()
+
+
+def test_axes_are_split_but_not_joined():
+    for shape in ((24,), (3, 8), (4, 6, 2), (4,)):
+        with pytest.raises(ValueError, match="cannot be split"):
+            reshaped(Dequantize("float8_e5m2"), (4, 6), shape)
+
+
+_: Kernel = AddLowRank("float32", 1.0)
+
+
+def exact(weight: np.ndarray, left: np.ndarray, right: np.ndarray, *, scale: float) -> torch.Tensor:
+    w, b, a = (torch.from_numpy(x).double() for x in (weight, left, right))
+    product = torch.zeros(w.shape, dtype=torch.float64)
+    for rank in range(a.shape[0]):
+        product = product + b[:, rank, None] * a[rank]
+    return product * scale + w
+
+
+@given(st.data(), shapes(2, 2), st.integers(0, 5), st.sampled_from(["float32", "float64"]))
+def test_a_sum_is_that_of_doubles_rounded_once(data, shape, rank, dtype):
+    rng = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
+    sizes = (shape, (shape[0], rank), (rank, shape[1]))
+    inputs = [rng.standard_normal(size).astype(dtype) for size in sizes]
+    expected = exact(*inputs, scale=0.75).to(getattr(torch, dtype))
+    forms = [Form(dtype, size) for size in sizes]
+    found = by_tiles(AddLowRank(dtype, 0.75), inputs, forms, data.draw(tilings(shape)))
+    assert found.tobytes() == expected.numpy().tobytes()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 9), (9, 1), (70, 1), (3, 2), (33, 65)])
+@pytest.mark.parametrize("rank", [1, 2, 17, 64])
+def test_products_are_added_in_the_order_of_the_ranks(shape, rank):
+    """Sizes so different that another order gives another sum; a result of one column included."""
+    rng = np.random.default_rng(rank)
+    sizes = (shape, (shape[0], rank), (rank, shape[1]))
+    inputs = [(rng.standard_normal(s) * 2.0 ** rng.integers(-30, 30, s)).astype(np.float32) for s in sizes]
+    expected = exact(*inputs, scale=1.0).numpy()
+    found = AddLowRank("float64", 1.0).compute(full_box(shape), [one.astype(np.float64) for one in inputs])
+    assert found.tobytes() == expected.tobytes()
+    turned = [np.asfortranarray(one) for one in inputs]
+    assert AddLowRank("float64", 1.0).compute(full_box(shape), turned).tobytes() == expected.tobytes()
+
+
+def test_blocks_of_a_tile_make_no_difference(monkeypatch):
+    rng = np.random.default_rng(1)
+    inputs = [rng.standard_normal(s).astype(np.float32) for s in ((70, 1100), (70, 3), (3, 1100))]
+    kernel = AddLowRank("bfloat16", 0.3)
+    first = kernel.compute(full_box((70, 1100)), inputs)
+    monkeypatch.setattr(low_rank, "_BLOCK_ROWS", 7)
+    monkeypatch.setattr(low_rank, "_BLOCK_COLUMNS", 13)
+    assert kernel.compute(full_box((70, 1100)), inputs).tobytes() == first.tobytes()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    ("dtype", "weight", "delta", "expected"),
+    [
+        ("bfloat16", 1, 2**-8, 1),  # halfway: to even
+        ("bfloat16", 1 + 2**-7, 2**-8, 1 + 2**-6),
+        ("bfloat16", 1 + 2**-8, 2**-40, 1 + 2**-7),  # a bit more than halfway, which float32 does not see
+        ("bfloat16", 1 + 3 * 2**-8, -(2**-40), 1 + 2**-7),
+        ("float16", 1, 2**-11, 1),
+        ("float16", 1 + 2**-11, 2**-40, 1 + 2**-10),
+        ("float32", 1, 2**-24, 1),
+        ("float32", 1, 2**-24 + 2**-40, 1 + 2**-23),
+        ("bfloat16", np.inf, 1, np.inf),
+        ("float16", np.nan, 1, np.nan),
+    ],
+)
+def test_it_is_rounded_to_nearest_even_once(dtype, weight, delta, expected, sign):
+    inputs = [
+        np.array([[sign * weight]], np.float64),
+        np.array([[sign * delta]], np.float64),
+        np.ones((1, 1)),
+    ]
+    found = torch.from_numpy(AddLowRank(dtype, 1.0).compute(full_box((1, 1)), inputs))
+    got = found.view(getattr(torch, dtype)).double().item()
+    assert got == sign * expected or (np.isnan(expected) and np.isnan(got))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    ("dtype", "largest"),
+    [("float16", 65504.0), ("bfloat16", 3.3895313892515355e38), ("float32", 3.4028234663852886e38)],
+)
+def test_a_finite_sum_that_would_become_infinite_is_refused(dtype, largest, sign):
+    largest *= sign
+    one, weight = np.ones((1, 1)), np.array([[largest]])
+    kernel = AddLowRank(dtype, largest / 16)
+    for others in ([], [np.inf], [np.nan], [-largest]):  # elements beside it hide nothing
+        row = np.array([[largest, *others]])
+        with pytest.raises(ValueError, match=f"a weight is .*, too large for {dtype}"):
+            kernel.compute(full_box(row.shape), [row, one, np.ones(row.shape)])
+    still = AddLowRank(dtype, 0.0).compute(full_box((1, 1)), [weight, one, one])
+    assert torch.from_numpy(still).view(getattr(torch, dtype)).double().item() == largest
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("side", [1, 2])
+@pytest.mark.parametrize("weight", [1.0, np.nan])
+def test_an_adapter_that_is_not_finite_is_refused(side, odd, weight):
+    tiles = [np.full((2, 3), weight), np.zeros((2, 1)), np.zeros((1, 3))]
+    kernel = AddLowRank("bfloat16", 1.0, ("l.lora_B", "l.lora_A"))
+    kernel.compute(full_box((2, 3)), tiles)
+    tiles[side].flat[1] = odd
+    name = ("l.lora_B", "l.lora_A")[side - 1]
+    with pytest.raises(ValueError, match=f"the adapter's {name} holds {odd!r}"):
+        kernel.compute(full_box((2, 3)), tiles)
+
+
+@pytest.mark.parametrize(
+    ("weight", "left", "right"),
+    [
+        (1.7e308, [1e308], [1.0]),  # the sum
+        (0.0, [1e308], [1e308]),  # a product
+        (0.0, [1e308, -1e308], [1e308, 1e308]),  # infinity less infinity
+    ],
+)
+def test_sums_that_leave_doubles_are_refused(weight, left, right):
+    tiles = [np.array([[weight]]), np.array([left]), np.array([right]).T]
+    with pytest.raises(ValueError, match=r"a weight is (inf|nan), too large for float64 \(B times A\)"):
+        AddLowRank("float64", 1.0).compute(full_box((1, 1)), tiles)

@@ -1,7 +1,5 @@
 """Block FP8 against torch on whole tensors, and against itself on any tiling."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -5,8 +5,6 @@ step and leave `dcp`, `hf` (config.json) and `truth.pt`, the whole tensors. To l
 compared with these, byte for byte.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

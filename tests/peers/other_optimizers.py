@@ -5,8 +5,6 @@ checkpoint what its optimizer holds: after two steps where it saves, after the l
 packages that need a GPU is the arithmetic of their steps alone; every state is named, wrapped and stored by Megatron.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -96,7 +94,7 @@ def stand_in_for_emerging_optimizers() -> None:
 class Nothing:
     """A stream, and an event of it."""
 
-    def __enter__(self) -> Nothing:
+    def __enter__(self) -> "Nothing":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,5 @@
 """Starts a program that runs under released packages."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 `tests/peers/run` installs the releases; without them these tests are skipped.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,7 @@ def write(case: dict[str, Any], out: Path) -> None:
         ("CanonicalLoRA", 2, True),
     ],
 )
-def test_a_merged_weight_is_what_its_linear_computes(kind: str, tp: int, gated: bool, tmp_path: Path) -> None:
+def test_a_merged_weight_is_what_its_linear_computes(kind, tp, gated, tmp_path):
     for release in (CORE, BRIDGE):
         if not release.is_dir():
             pytest.skip(f"{release.name} is not in CKPT_TOOLS_PEERS (tests/peers/run installs it)")

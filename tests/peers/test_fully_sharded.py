@@ -3,8 +3,6 @@
 `tests/peers/run` installs the releases; without them these tests are skipped.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -21,9 +19,7 @@ WRITER = Path(__file__).with_name("fully_sharded.py")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("release", ["transformers-4.57.6", "transformers-5.24.0"])
-def test_transformers_loads_what_its_ranks_have_saved(
-    release: str, tied: bool, dtype: str, tmp_path: Path
-) -> None:
+def test_transformers_loads_what_its_ranks_have_saved(release, tied, dtype, tmp_path):
     if not (PEERS / release).is_dir():
         pytest.skip(f"{release} is not in CKPT_TOOLS_PEERS (tests/peers/run installs it)")
     case = {"tied": tied, "dtype": dtype, "load": False}

@@ -3,8 +3,6 @@
 `tests/peers/run` installs the releases; without them these tests are skipped.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path
@@ -49,7 +47,7 @@ def draw_case(version: str, layout: str) -> dict[str, Any]:
 @pytest.mark.peer
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("version", "layout"), CASES)
-def test_states_equal_what_the_ranks_held(version: str, layout: str, tmp_path: Path) -> None:
+def test_states_equal_what_the_ranks_held(version, layout, tmp_path):
     release = PEERS / f"megatron_core-{version}"
     if not release.is_dir():
         pytest.skip(f"megatron-core {version} is not in CKPT_TOOLS_PEERS (tests/peers/run installs it)")

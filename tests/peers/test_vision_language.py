@@ -3,8 +3,6 @@
 `tests/peers/run` installs the releases; without them these tests are skipped.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -58,9 +56,7 @@ def bits(folder: Path) -> dict[str, Any]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("kind", CASES)
-def test_a_run_of_bridge_is_the_model_that_it_was_loaded_from(
-    kind: str, tp: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_bridge_is_the_model_that_it_was_loaded_from(kind, tp, tmp_path, capsys):
     """Exported, every tensor of every tower bit for bit; imported, every key and value that Bridge has saved."""
     for release in RELEASES:
         if not release.is_dir():

@@ -7,8 +7,6 @@ output for every unit vector. Numbers are few-bit, so that no sum rounds. Transf
 these layers do not use, is answered by empty classes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

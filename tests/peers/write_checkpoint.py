@@ -6,8 +6,6 @@ steps on random gradients, and saves through `dist_checkpointing`. The CUDA call
 are answered by the CPU; nothing else is replaced.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

@@ -6,8 +6,6 @@ it, and saves it as a torch_dist checkpoint with the settings of its provider. T
 its layers of, is answered by Megatron's own modules, with the norms where Engine fuses them.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.abc
 import importlib.machinery

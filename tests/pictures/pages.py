@@ -5,8 +5,6 @@ python -m tests.pictures.pages
 Look at each afterwards: nothing but an eye sees what is wrong with a page.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -16,10 +14,9 @@ from typing import NamedTuple
 
 from ckpt_tools.cli.app import run
 from tests.altered import without_numbers
-from tests.conftest import DATA, REPO, fixture_dir
+from tests.conftest import REPO, RUN, fixture_dir
 
 PICTURES = REPO / ".github" / "docs" / "pictures"
-RUN = DATA / "core019_llama_tp2_fully_reshardable"
 FSDP = fixture_dir("core019_llama_tp2_native_fsdp_dtensor")  # the same model, trained by Megatron-FSDP
 # What a reader would click: the first tensor of the embedding and of the first layers.
 _OPEN = "<script>for(let i=0;i<2;i++)document.querySelectorAll('#tree summary')[i].click()</script>"

@@ -3,8 +3,6 @@
 python -m tests.pictures.terminal
 """
 
-from __future__ import annotations
-
 import io
 import re
 import shlex

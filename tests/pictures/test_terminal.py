@@ -1,7 +1,5 @@
 """The README's picture shows what the program prints today."""
 
-from __future__ import annotations
-
 import html
 import re
 
@@ -18,7 +16,7 @@ def texts(svg: str) -> list[str]:
     return [row for row in rows.values() if not MEASURED.search(row)]
 
 
-def test_the_picture_is_up_to_date() -> None:
+def test_the_picture_is_up_to_date():
     """Otherwise: python -m tests.pictures.terminal, and look at it."""
     recorded = PICTURE.read_text()
     assert texts(recorded) == texts(draw(record()))

@@ -1,7 +1,5 @@
 """What the tests of stores share: an environment that points at a module's own server."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

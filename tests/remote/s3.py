@@ -1,7 +1,5 @@
 """A real S3 server on loopback (moto's) and a proxy before it that loses, refuses, or trickles as a test says."""
 
-from __future__ import annotations
-
 import http.client
 import os
 import socket

@@ -1,7 +1,5 @@
 """Every command with URLs, source and target: the results of local paths, and nothing local written."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +33,7 @@ def _far(fs: MemoryFileSystem, root: str) -> dict[str, bytes]:
     return {path.removeprefix(f"{root}/"): fs.cat_file(path, None, None) for path in fs.find(root)}
 
 
-def test_conversions_write_what_they_write_to_a_disk(store: MemoryFileSystem, tmp_path: Path) -> None:
+def test_conversions_write_what_they_write_to_a_disk(store, tmp_path):
     steps = [
         (["convert", "IN", "OUT", "--dp-shard", "4", "--tp", "2"], "in", "fsdp"),
         (["convert-fsdp-dtensor-to-torch-dist", "IN", "OUT"], "fsdp", "back"),
@@ -54,14 +52,14 @@ def test_conversions_write_what_they_write_to_a_disk(store: MemoryFileSystem, tm
         assert _far(store, f"/{target}") == content(tmp_path / target), words
 
 
-def test_a_model_is_imported_from_a_store(store: MemoryFileSystem) -> None:
+def test_a_model_is_imported_from_a_store(store):
     assert run(["export-hf", "memory://in", "memory://hf"]) == 0
     rates = ["--lr", "1e-5", "--min-lr", "1e-6", "--weight-decay", "0.1"]
     assert run(["import-hf", "memory://hf", "memory://imported", "--to", "fsdp_dtensor", *rates]) == 0
     assert run(["verify", "memory://imported", "--content"]) == 0
 
 
-def test_what_reads_only(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_reads_only(capsys):
     assert run(["convert", "memory://in", "memory://fsdp", "--quiet"]) == 0
     capsys.readouterr()
     for words in [
@@ -78,16 +76,14 @@ def test_what_reads_only(capsys: pytest.CaptureFixture[str]) -> None:
         assert capsys.readouterr().out, words
 
 
-def test_overlap_and_absence_are_told_in_terms_of_urls(capsys: pytest.CaptureFixture[str]) -> None:
+def test_overlap_and_absence_are_told_in_terms_of_urls(capsys):
     assert run(["convert", "memory://in", "memory://in/x"]) == 2
     assert "the output memory://in/x and the source memory://in overlap" in capsys.readouterr().err
     assert run(["inspect", "memory://nowhere"]) == 3
     assert "memory://nowhere does not exist" in capsys.readouterr().err
 
 
-def test_msc_is_opened_when_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_msc_is_opened_when_asked_for(tmp_path, monkeypatch, capsys):
     pytest.importorskip("multistorageclient", reason="multi-storage-client is not installed")
     provider = {"type": "file", "options": {"base_path": str(SOURCE)}}
     (tmp_path / "out").mkdir()

@@ -1,10 +1,7 @@
 """A URL is one name and never a pattern: whatever it holds, its neighbours stay as they are."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -87,7 +84,7 @@ def _check(objects: Memory | Objects, url: str, root: str, name: str, case: Case
 @pytest.mark.parametrize(
     "name", [name for name in HOSTILE if "::" not in name]
 )  # which fsspec's own misplaces
-def test_hostile_names_in_memory(name: str, case: Case) -> None:
+def test_hostile_names_in_memory(name, case):
     try:
         _check(Memory(), "memory://names", "/names", name, case)
     finally:
@@ -97,7 +94,7 @@ def test_hostile_names_in_memory(name: str, case: Case) -> None:
 @given(name=NAMES.filter(lambda name: "::" not in name))
 @example(name="run[12]")
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
-def test_any_name_in_memory(name: str, case: Case) -> None:
+def test_any_name_in_memory(name, case):
     try:
         _check(Memory(), "memory://names", "/names", name, case)
     finally:
@@ -105,13 +102,13 @@ def test_any_name_in_memory(name: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", ["run[12]", "**", "run#1", "run%20x", "run::1", "läuft 1"])
-def test_hostile_names_in_s3(name: str, s3: Objects, case: Case) -> None:
+def test_hostile_names_in_s3(name, s3, case):
     _check(s3, "s3://box/names", "box/names", name, case)
 
 
 @given(name=NAMES)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
-def test_any_name_in_s3_is_stored_listed_and_deleted_alone(name: str, s3: Objects) -> None:
+def test_any_name_in_s3_is_stored_listed_and_deleted_alone(name, s3):
     neighbours = {
         f"box/any/{n}": b"not yours" for n in ("run1", "run2", "a", "b", "*x", "run1/deep") if n != name
     }
@@ -125,7 +122,7 @@ def test_any_name_in_s3_is_stored_listed_and_deleted_alone(name: str, s3: Object
     assert s3.below("box/any") == neighbours
 
 
-def test_the_command_of_the_issue(s3: Objects, tmp_path: Path) -> None:
+def test_the_command_of_the_issue(s3, tmp_path):
     from tests.conftest import fixture_dir
 
     source = str(fixture_dir("core019_llama_tp2_fully_reshardable") / "iter_0000002")
@@ -144,13 +141,13 @@ def test_the_command_of_the_issue(s3: Objects, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "url", ["s3://b/../c", "memory://a/./b", "s3://b/x?versionId=3", "simplecache::s3://b/x"]
 )
-def test_what_is_not_one_name_is_refused(url: str) -> None:
+def test_what_is_not_one_name_is_refused(url):
     with pytest.raises(UsageError):
         open_files(url)
 
 
 @pytest.mark.parametrize("name", ["run[12]", "run*", "**", "run?", "run{1,2}", " run ", "-rf", "run#1"])
-def test_hostile_names_on_a_disk(name: str, tmp_path: Path, case: Case) -> None:
+def test_hostile_names_on_a_disk(name, tmp_path, case):
     for n in NEIGHBOURS[:4]:
         (tmp_path / n).mkdir()
         (tmp_path / n / ".metadata").write_bytes(b"not yours")

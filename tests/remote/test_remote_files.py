@@ -1,7 +1,5 @@
 """Reading through fsspec: the same bytes as from a disk, few requests, failures repeated and then explained."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess
@@ -11,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,7 +74,7 @@ def store() -> Iterator[Store]:
         yield found
 
 
-def test_a_folder_reads_like_a_local_one(store: Store) -> None:
+def test_a_folder_reads_like_a_local_one(store):
     files = open_files("memory://ckpt/")
     assert isinstance(files, RemoteFiles)
     assert files.location == "memory://ckpt/"
@@ -94,7 +91,7 @@ def test_a_folder_reads_like_a_local_one(store: Store) -> None:
     files.close()
 
 
-def test_a_long_read_is_split_into_parallel_ranges(store: Store) -> None:
+def test_a_long_read_is_split_into_parallel_ranges(store):
     files = RemoteFiles("memory://ckpt")
     meeting = threading.Barrier(8, timeout=20)  # all eight requests are under way at once, or this breaks
 
@@ -107,7 +104,7 @@ def test_a_long_read_is_split_into_parallel_ranges(store: Store) -> None:
     assert sorted(store.requests) == [(1 + i * 2 * MIB, 1 + (i + 1) * 2 * MIB) for i in range(8)]
 
 
-def test_short_reads_that_follow_one_another_become_few_requests(store: Store) -> None:
+def test_short_reads_that_follow_one_another_become_few_requests(store):
     files = RemoteFiles("memory://ckpt")
     for offset in range(0, len(DATA), 4096):  # 5,121 reads
         length = min(4096, len(DATA) - offset)
@@ -118,7 +115,7 @@ def test_short_reads_that_follow_one_another_become_few_requests(store: Store) -
     assert max(stop - start for start, stop in spans) <= REQUEST_BYTES
 
 
-def test_scattered_short_reads_fetch_little(store: Store) -> None:
+def test_scattered_short_reads_fetch_little(store):
     files = RemoteFiles("memory://ckpt")
     for offset in (19 * MIB, 5 * MIB, 12 * MIB, MIB, 8 * MIB):
         assert files.read("data", offset + 5, 30) == DATA[offset + 5 : offset + 35]
@@ -132,9 +129,7 @@ def _blip(number: int, start: int, end: int) -> bytes | None:
 
 
 @given(st.lists(st.tuples(st.integers(0, len(DATA)), st.integers(0, 9 * MIB)), min_size=1, max_size=5))
-def test_any_reads_give_the_bytes_of_the_file_though_two_of_three_requests_fail(
-    reads: list[tuple[int, int]],
-) -> None:
+def test_any_reads_give_the_bytes_of_the_file_though_two_of_three_requests_fail(reads):
     with memory_store() as store:
         store.fault = _blip
         files = RemoteFiles("memory://ckpt", Retry(attempts=100, pause=0))
@@ -144,7 +139,7 @@ def test_any_reads_give_the_bytes_of_the_file_though_two_of_three_requests_fail(
         files.close()
 
 
-def test_threads_share_one_folder(store: Store) -> None:
+def test_threads_share_one_folder(store):
     files = RemoteFiles("memory://ckpt", Retry(attempts=100, pause=0))
     store.fault = _blip
 
@@ -157,7 +152,7 @@ def test_threads_share_one_folder(store: Store) -> None:
         assert all(pool.map(scan, range(16)))
 
 
-def test_pauses_double_and_are_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pauses_double_and_are_bounded(store, monkeypatch):
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     monkeypatch.setattr(random, "uniform", lambda low, high: 1.0)
@@ -179,9 +174,7 @@ def test_pauses_double_and_are_bounded(store: Store, monkeypatch: pytest.MonkeyP
     ("give_up", "taken", "requests"),  # pauses are 1, 2, 4, 8, 8 ... seconds
     [(0, 0, 2), (0, 5, 1), (14.9, 0, 5), (15, 0, 6), (15.1, 0, 6), (30, 20, 2), (50, 20, 3), (1e9, 0, 50)],
 )
-def test_a_request_is_repeated_until_give_up(
-    give_up: float, taken: float, requests: int, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_is_repeated_until_give_up(give_up, taken, requests, store, monkeypatch):
     clock = [1000.0]
 
     def pass_time(seconds: float) -> None:
@@ -202,7 +195,7 @@ def test_a_request_is_repeated_until_give_up(
 
 
 @pytest.mark.parametrize("much", [len(DATA), (64 << 10) + 1, (64 << 10) - 1, 1, 0])
-def test_an_answer_of_another_length_is_not_taken(much: int, store: Store) -> None:
+def test_an_answer_of_another_length_is_not_taken(much, store):
     """Such as all of an object from a server that knows no ranges."""
     for start in (0, 8 << 20):
         store.requests.clear()
@@ -214,7 +207,7 @@ def test_an_answer_of_another_length_is_not_taken(much: int, store: Store) -> No
         RemoteFiles("memory://ckpt", QUICK).read("data", 100, 10)
 
 
-def test_what_cannot_succeed_is_not_repeated(store: Store) -> None:
+def test_what_cannot_succeed_is_not_repeated(store):
     def forbidden(number: int, start: int, end: int) -> bytes | None:
         raise PermissionError("Access Denied")
 
@@ -224,7 +217,7 @@ def test_what_cannot_succeed_is_not_repeated(store: Store) -> None:
     assert len(store.requests) == 1
 
 
-def test_all_parts_end_before_a_failure_is_raised(store: Store) -> None:
+def test_all_parts_end_before_a_failure_is_raised(store):
     def half_broken(number: int, start: int, end: int) -> bytes | None:
         if start >= 8 * MIB:
             raise PermissionError("Access Denied")
@@ -237,7 +230,7 @@ def test_all_parts_end_before_a_failure_is_raised(store: Store) -> None:
     assert buffer[: 8 * MIB] == DATA[: 8 * MIB]
 
 
-def test_ranges_outside_of_the_file_are_refused_without_a_request(store: Store) -> None:
+def test_ranges_outside_of_the_file_are_refused_without_a_request(store):
     files = RemoteFiles("memory://ckpt", QUICK)
     with pytest.raises(CorruptCheckpointError, match=f"the file has {len(DATA)} bytes"):
         files.read("data", len(DATA) - 5, 6)
@@ -250,7 +243,7 @@ def test_ranges_outside_of_the_file_are_refused_without_a_request(store: Store) 
     assert store.requests == []
 
 
-def test_a_file_that_vanishes_is_named(store: Store) -> None:
+def test_a_file_that_vanishes_is_named(store):
     files = RemoteFiles("memory://ckpt", QUICK)
     files.list()
     del MemoryFileSystem.store["/ckpt/data"]
@@ -259,7 +252,7 @@ def test_a_file_that_vanishes_is_named(store: Store) -> None:
 
 
 @pytest.mark.parametrize("location", ["memory://nowhere", "memory://ckpt/nowhere/deeper"])
-def test_a_missing_folder_is_no_checkpoint(store: Store, location: str) -> None:
+def test_a_missing_folder_is_no_checkpoint(store, location):
     files = open_files(location)
     assert not files.exists(".metadata")
     with pytest.raises(UnsupportedCheckpointError, match=f"{location} does not exist"):
@@ -273,15 +266,13 @@ def test_a_missing_folder_is_no_checkpoint(store: Store, location: str) -> None:
         ("gs://bucket/x", "gcsfs for gs://"),
     ],
 )
-def test_urls_without_a_driver_say_what_to_install(
-    location: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_urls_without_a_driver_say_what_to_install(location, message, monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)  # as if it were not installed
     with pytest.raises(UsageError, match=message):
         open_files(location)
 
 
-def test_a_checkpoint_in_a_store_has_the_catalog_of_the_local_one() -> None:
+def test_a_checkpoint_in_a_store_has_the_catalog_of_the_local_one():
     folder = fixture_dir("core019_llama_tp2_fully_reshardable") / "iter_0000002"
     fs = MemoryFileSystem()
     fs.put(str(folder), "/run/iter_0000002", recursive=True)
@@ -294,19 +285,19 @@ def test_a_checkpoint_in_a_store_has_the_catalog_of_the_local_one() -> None:
     assert (far.tensors, far.objects) == (local.tensors, local.objects)
 
 
-def test_file_urls_are_local_files() -> None:
+def test_file_urls_are_local_files():
     files = open_files("file:///tmp")
     assert isinstance(files, LocalFiles)
     assert files.location == "/tmp"
 
 
-def test_local_paths_do_not_import_fsspec() -> None:
+def test_local_paths_do_not_import_fsspec():
     code = "import sys, ckpt_tools.formats.storage.open_files as f; f.open_files('/'); print('fsspec' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"
 
 
-def test_msc_urls_read_through_multi_storage_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_msc_urls_read_through_multi_storage_client(tmp_path, monkeypatch):
     pytest.importorskip("multistorageclient", reason="multi-storage-client is not installed")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "data").write_bytes(DATA)
@@ -322,9 +313,7 @@ def test_msc_urls_read_through_multi_storage_client(tmp_path: Path, monkeypatch:
     assert files.read("data", 5, 9 * MIB) == DATA[5 : 5 + 9 * MIB]
 
 
-def test_a_conversion_fetches_what_it_needs_in_few_requests(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversion_fetches_what_it_needs_in_few_requests(tmp_path, monkeypatch):
     case = make_case(tmp_path / "source", scale=64)
     fs = MemoryFileSystem()
     fs.put(str(tmp_path / "source"), "/counted", recursive=True)

@@ -1,13 +1,10 @@
 """Writing into an object store: the bytes of a local conversion, whole objects only, `.metadata` last."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,9 +92,7 @@ def _content(fs: MemoryFileSystem) -> dict[str, bytes]:
     return {path.removeprefix("/out/"): fs.cat_file(path, None, None) for path in fs.find("/out")}
 
 
-def test_a_store_gets_the_bytes_of_a_local_conversion(
-    case: Case, local: dict[str, bytes], store: MemoryFileSystem
-) -> None:
+def test_a_store_gets_the_bytes_of_a_local_conversion(case, local, store):
     report = _write(case)
     assert _content(store) == local
     assert report.items_resumed == 0
@@ -105,9 +100,7 @@ def test_a_store_gets_the_bytes_of_a_local_conversion(
     assert set(far.tensors) == {t.key for t in case.target.tensors} | {t.key for t in case.target.inline}
 
 
-def test_metadata_is_written_after_all_data_and_the_tracker_after_it(
-    case: Case, store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metadata_is_written_after_all_data_and_the_tracker_after_it(case, store, monkeypatch):
     order: list[str] = []
     original = MemoryFileSystem._open
 
@@ -124,18 +117,14 @@ def test_metadata_is_written_after_all_data_and_the_tracker_after_it(
     assert order[7:] == ["run_config.yaml", METADATA, "tracker.txt"]
 
 
-def test_a_failing_upload_is_begun_anew(
-    case: Case, local: dict[str, bytes], store: MemoryFileSystem, breaking: Callable[[int, Exception], None]
-) -> None:
+def test_a_failing_upload_is_begun_anew(case, local, store, breaking):
     breaking(2, ConnectionResetError("reset by peer"))
     breaking(3, TimeoutError("slow"))
     _write(case)
     assert _content(store) == local
 
 
-def test_a_stopped_conversion_is_no_checkpoint_and_resumes(
-    case: Case, local: dict[str, bytes], store: MemoryFileSystem, breaking: Callable[[int, Exception], None]
-) -> None:
+def test_a_stopped_conversion_is_no_checkpoint_and_resumes(case, local, store, breaking):
     breaking(6, PermissionError("Access Denied"))  # marker, two files and their notes, then this
     with pytest.raises(
         StorageError, match=r"memory://out/iter_0000007/\S*__\d_0.distcp: writing: Access Denied"
@@ -151,9 +140,7 @@ def test_a_stopped_conversion_is_no_checkpoint_and_resumes(
     assert 0 < report.items_resumed < report.items
 
 
-def test_a_conversion_stopped_after_metadata_only_cleans_up(
-    case: Case, local: dict[str, bytes], store: MemoryFileSystem, breaking: Callable[[int, Exception], None]
-) -> None:
+def test_a_conversion_stopped_after_metadata_only_cleans_up(case, local, store, breaking):
     breaking(10, PermissionError("Access Denied"))  # the tracker, which comes after .metadata
     with pytest.raises(StorageError, match=r"memory://out/tracker.txt: writing"):
         _write(case)
@@ -161,9 +148,7 @@ def test_a_conversion_stopped_after_metadata_only_cleans_up(
     assert _content(store) == local
 
 
-def test_resume_refuses_another_plan_and_a_changed_source(
-    case: Case, store: MemoryFileSystem, breaking: Callable[[int, Exception], None], tmp_path: Path
-) -> None:
+def test_resume_refuses_another_plan_and_a_changed_source(case, store, breaking, tmp_path):
     breaking(4, PermissionError("Access Denied"))
     with pytest.raises(StorageError):
         _write(case)
@@ -174,9 +159,7 @@ def test_resume_refuses_another_plan_and_a_changed_source(
         write_checkpoint(copy.plan(WORLD), copy.files, replace(OUT, resume=True))
 
 
-def test_the_old_checkpoint_stays_until_the_new_one_is_whole(
-    case: Case, local: dict[str, bytes], store: MemoryFileSystem, breaking: Callable[[int, Exception], None]
-) -> None:
+def test_the_old_checkpoint_stays_until_the_new_one_is_whole(case, local, store, breaking):
     store.pipe({"/out/iter_0000007/.metadata": b"old", "/out/iter_0000007/__9_0.distcp": b"old"})
     with pytest.raises(UsageError, match="is not empty"):
         _write(case)
@@ -192,9 +175,7 @@ def test_the_old_checkpoint_stays_until_the_new_one_is_whole(
 
 
 @pytest.mark.parametrize("replaces", [False, True])
-def test_a_damaged_source_is_reported_once_and_not_retried(
-    case: Case, store: MemoryFileSystem, tmp_path: Path, replaces: bool
-) -> None:
+def test_a_damaged_source_is_reported_once_and_not_retried(case, store, tmp_path, replaces):
     if replaces:
         _write(case)
     old = _content(store)
@@ -210,14 +191,7 @@ def test_a_damaged_source_is_reported_once_and_not_retried(
 
 @pytest.mark.parametrize("stop", [8, 10], ids=["before .metadata", "before the tracker"])
 @pytest.mark.parametrize("replaces", [False, True])
-def test_resume_publishes_nothing_but_what_it_has_uploaded(
-    case: Case,
-    local: dict[str, bytes],
-    store: MemoryFileSystem,
-    breaking: Callable[[int, Exception], None],
-    stop: int,
-    replaces: bool,
-) -> None:
+def test_resume_publishes_nothing_but_what_it_has_uploaded(case, local, store, breaking, stop, replaces):
     """An object that was replaced by another of its length meanwhile is written again."""
     if replaces:
         store.pipe({"/out/iter_0000007/.metadata": b"old", "/out/iter_0000007/__9_0.distcp": b"old"})
@@ -238,7 +212,7 @@ def test_resume_publishes_nothing_but_what_it_has_uploaded(
         assert done.items_resumed > 0
 
 
-def test_a_source_in_a_store_that_changes_meanwhile_is_noticed(case: Case, store: MemoryFileSystem) -> None:
+def test_a_source_in_a_store_that_changes_meanwhile_is_noticed(case, store):
     store.put(case.files.location, "/source", recursive=True)
     files = open_files("memory://source")
 
@@ -250,7 +224,7 @@ def test_a_source_in_a_store_that_changes_meanwhile_is_noticed(case: Case, store
     assert "iter_0000007/.metadata" not in _content(store)
 
 
-def test_files_are_shared_out_once_and_evenly(case: Case) -> None:
+def test_files_are_shared_out_once_and_evenly(case):
     plan = case.plan(WORLD)
     for world in (1, 2, 3, 5):
         shares = [share_of_files(plan, rank, world) for rank in range(world)]
@@ -269,15 +243,13 @@ def test_files_are_shared_out_once_and_evenly(case: Case) -> None:
         ("gs://bucket/run", "gcs://bucket/run"),
     ],
 )
-def test_spellings_of_one_place(a: str, b: str) -> None:
+def test_spellings_of_one_place(a, b):
     assert place_parts(a) == place_parts(b)
     assert place_parts("s3://bucket/run") != place_parts("gs://bucket/run")
 
 
 @pytest.mark.parametrize("rows", [[], [["__0_0.distcp"]], [["a", 1]] * 9, [[]], [1], {}, None, "absent"])
-def test_a_marker_that_does_not_tell_the_source_vouches_for_nothing(
-    case: Case, store: MemoryFileSystem, rows: object
-) -> None:
+def test_a_marker_that_does_not_tell_the_source_vouches_for_nothing(case, store, rows):
     header = {"digest": case.plan(WORLD).digest, "token": "t"} | (
         {} if rows == "absent" else {"source": rows}
     )

@@ -1,7 +1,5 @@
 """What the driver of S3 makes of a server's answers: right, wrong, late, cut, in pages, and after a fork."""
 
-from __future__ import annotations
-
 import io
 import os
 import random
@@ -30,7 +28,6 @@ from tests.remote.s3 import (
     RESET,
     UNPROVEN,
     WHOLE,
-    FaultProxy,
     Objects,
     s3_server,
 )
@@ -75,7 +72,7 @@ def _multipart(store: Store, name: str, data: bytes) -> None:
     file.close()
 
 
-def test_a_folder_of_many_pages_is_listed_whole(proxy: FaultProxy) -> None:
+def test_a_folder_of_many_pages_is_listed_whole(proxy):
     store, objects = Store("s3://box/pages", QUICK), Objects(proxy.url)
     for number in range(2 * PAGE + 1):
         objects.put(f"box/pages/file{number}", bytes(number))
@@ -96,7 +93,7 @@ def test_a_folder_of_many_pages_is_listed_whole(proxy: FaultProxy) -> None:
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_names_are_what_they_are(name: str, proxy: FaultProxy) -> None:
+def test_odd_names_are_what_they_are(name, proxy):
     store, objects = Store(f"s3://box/odd/{name}", QUICK), Objects(proxy.url)
     store.put(name, DATA)
     assert objects.below("box/odd") == {f"box/odd/{name}/{name}": DATA}
@@ -115,7 +112,7 @@ def test_odd_names_are_what_they_are(name: str, proxy: FaultProxy) -> None:
     assert objects.below("box/odd") == {}
 
 
-def test_empty_files(proxy: FaultProxy) -> None:
+def test_empty_files(proxy):
     store = Store("s3://box/empty", QUICK)
     store.put("a", b"")
     _multipart(store, "b", b"")
@@ -125,7 +122,7 @@ def test_empty_files(proxy: FaultProxy) -> None:
 
 @pytest.mark.parametrize("fault", [RESET, CUT, BUSY, WHOLE, UNPROVEN])
 @pytest.mark.parametrize("how", ["whole", "range", "listing"])
-def test_what_is_lost_is_asked_for_again(fault: str, how: str, proxy: FaultProxy) -> None:
+def test_what_is_lost_is_asked_for_again(fault, how, proxy):
     store = Store("s3://box/lost", QUICK)
     store.put("x", DATA)
     proxy.choose = _first(fault)
@@ -142,7 +139,7 @@ def test_what_is_lost_is_asked_for_again(fault: str, how: str, proxy: FaultProxy
     store.clear(keep="")
 
 
-def test_a_connection_serves_many_requests(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_serves_many_requests(proxy, monkeypatch):
     store = Store("s3://box/kept", QUICK)
     store.put("x", DATA)
     before = proxy.connections
@@ -155,7 +152,7 @@ def test_a_connection_serves_many_requests(proxy: FaultProxy, monkeypatch: pytes
     store.clear(keep="")
 
 
-def test_what_came_changed_does_not_pass_for_the_file(proxy: FaultProxy) -> None:
+def test_what_came_changed_does_not_pass_for_the_file(proxy):
     """botocore proves the checksum that the server stored with the object."""
     store = Store("s3://box/flipped", QUICK)
     store.put("x", DATA)
@@ -167,7 +164,7 @@ def test_what_came_changed_does_not_pass_for_the_file(proxy: FaultProxy) -> None
         store.get("x")
 
 
-def test_what_is_denied_is_asked_once(proxy: FaultProxy) -> None:
+def test_what_is_denied_is_asked_once(proxy):
     proxy.choose = lambda number, method, path: DENIED
     with pytest.raises(
         StorageError, match=r"y: reading: the credentials do not allow it \(AccessDenied: no\)\. Ch"
@@ -178,7 +175,7 @@ def test_what_is_denied_is_asked_once(proxy: FaultProxy) -> None:
 
 @pytest.mark.parametrize("at", ["uploads", "partNumber=2", "uploadId"])
 @pytest.mark.parametrize("fault", [RESET, BUSY, FAILED_INSIDE])
-def test_an_upload_survives(fault: str, at: str, proxy: FaultProxy) -> None:
+def test_an_upload_survives(fault, at, proxy):
     """Each of its requests may fail or its answer be lost; where only its end was lost, it is done anew."""
     store, content = Store(f"s3://box/{fault} {at}", QUICK), DATA * 40  # of three parts
     left = [fault]
@@ -194,7 +191,7 @@ def test_an_upload_survives(fault: str, at: str, proxy: FaultProxy) -> None:
     store.clear(keep="")
 
 
-def test_all_pages_of_uploads_are_aborted(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_pages_of_uploads_are_aborted(proxy, monkeypatch):
     """moto lists all uploads at once: what it lists is cut here as S3 does."""
     from ckpt_tools.formats.storage.s3 import S3Driver
 
@@ -224,7 +221,7 @@ def test_all_pages_of_uploads_are_aborted(proxy: FaultProxy, monkeypatch: pytest
     Store("s3://box/run2", QUICK).abort_uploads()
 
 
-def test_a_bucket_of_another_region_is_followed(proxy: FaultProxy) -> None:
+def test_a_bucket_of_another_region_is_followed(proxy):
     store = Store("s3://box/moved", QUICK)
     store.put("x", DATA)
     proxy.choose = _first(MOVED)
@@ -234,9 +231,7 @@ def test_a_bucket_of_another_region_is_followed(proxy: FaultProxy) -> None:
     store.clear(keep="")
 
 
-def test_no_credentials(
-    proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_credentials(proxy, monkeypatch, capsys):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -284,7 +279,7 @@ assert store.get("y") == whole * 40
 """
 
 
-def test_processes_that_were_forked_share_no_connection(proxy: FaultProxy) -> None:
+def test_processes_that_were_forked_share_no_connection(proxy):
     store = Store("s3://box/fork", QUICK)
     store.put("x", DATA)
     subprocess.run(
@@ -293,7 +288,7 @@ def test_processes_that_were_forked_share_no_connection(proxy: FaultProxy) -> No
     store.clear(keep="")
 
 
-def test_what_is_imported() -> None:
+def test_what_is_imported():
     """Neither fsspec for s3://, nor botocore for anything else."""
     code = (
         "import sys; from ckpt_tools.formats.storage.object_store import Store; Store(sys.argv[1]); "
@@ -311,14 +306,14 @@ def test_what_is_imported() -> None:
     assert modules("memory://x") == "fsspec"
 
 
-def test_without_botocore_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_botocore_it_is_said_what_to_install(monkeypatch):
     for name in ("botocore", "botocore.session"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UsageError, match=r"s3://box/x: .*botocore.* \(pip install botocore for s3://"):
         Store("s3://box/x")
 
 
-def test_threads_make_one_client(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_make_one_client(proxy, monkeypatch):
     from botocore.session import Session
 
     made, original = [], Session.create_client
@@ -337,7 +332,7 @@ def test_threads_make_one_client(proxy: FaultProxy, monkeypatch: pytest.MonkeyPa
     assert len(made) == 1
 
 
-def test_a_body_of_an_unknown_form_is_read_all_the_same() -> None:
+def test_a_body_of_an_unknown_form_is_read_all_the_same():
     """Its socket is private to botocore and urllib3: a release without it costs a copy, and nothing else."""
     from botocore.response import StreamingBody
 

@@ -1,20 +1,15 @@
 """What a store answers is told in plain words, with the exit code of what it means, and not asked for again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from ckpt_tools.cli.app import run
-from tests.conftest import DATA
-from tests.remote.s3 import NONE, FaultProxy, Objects, error_of, s3_server
+from tests.conftest import RUN
+from tests.remote.s3 import NONE, Objects, error_of, s3_server
 
 pytest.importorskip("botocore", reason="botocore is not installed")
 pytest.importorskip("moto.server", reason="moto's server is not installed")
-
-RUN = DATA / "core019_llama_tp2_fully_reshardable"
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +64,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("status", "code", "told"), REFUSALS)
-def test_a_refusal_is_told_at_once(status, code, told, proxy: FaultProxy, capsys):
+def test_a_refusal_is_told_at_once(status, code, told, proxy, capsys):
     proxy.refusals["refused"] = (
         status,
         error_of(code),
@@ -81,12 +76,12 @@ def test_a_refusal_is_told_at_once(status, code, told, proxy: FaultProxy, capsys
     assert len(proxy.requests) <= 3, "botocore may look for the bucket's region"
 
 
-def test_a_refusal_of_writing_leaves_a_sentence_too(proxy: FaultProxy, capsys):
+def test_a_refusal_of_writing_leaves_a_sentence_too(proxy, capsys):
     proxy.refusals["refused"] = 403, error_of("AccessDenied"), {}
     proxy.choose = lambda number, method, path: "refused" if method == "PUT" else NONE
     exit_code, shown = said(capsys, "copy", str(RUN), "s3://box/out")
     assert exit_code == 7 and "writing: the credentials do not allow it (AccessDenied: no)" in shown
 
 
-def test_no_such_place_on_a_disk_is_still_one(tmp_path: Path, capsys):
+def test_no_such_place_on_a_disk_is_still_one(tmp_path, capsys):
     assert said(capsys, "inspect", str(tmp_path / "none"))[0] == 3

@@ -1,6 +1,4 @@
-"""Multipart uploads that nobody completes, on a real server: whoever stops or is killed, none is left."""
-
-from __future__ import annotations
+"""Multipart uploads on a real server: in order, few at a time, and none is left of who stops or is killed."""
 
 import os
 import signal
@@ -22,6 +20,7 @@ from ckpt_tools.execute.output.remote_output import MARKER, Stretch
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
 from ckpt_tools.execute.write_job import METADATA
 from ckpt_tools.formats.storage import s3
+from ckpt_tools.formats.storage.drivers import IN_FLIGHT, Multipart
 from ckpt_tools.formats.storage.object_store import Store
 from tests.conftest import REPO
 from tests.execute.conftest import Case, make_case
@@ -59,9 +58,7 @@ def _parts(proxy: FaultProxy) -> int:
     return sum(method == "PUT" and "partNumber" in path for method, path, _ in proxy.requests)
 
 
-def test_a_failing_source_leaves_no_upload(
-    proxy: FaultProxy, large: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_source_leaves_no_upload(proxy, large, monkeypatch):
     original = remote_output._content
 
     def content(entries: Any, stretch: Stretch, pump: Any) -> Iterator[Any]:
@@ -84,9 +81,7 @@ def test_a_failing_source_leaves_no_upload(
     assert _uploads(proxy) == []
 
 
-def test_a_run_that_loses_in_the_middle_of_a_file_does_not_complete_it(
-    proxy: FaultProxy, large: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_loses_in_the_middle_of_a_file_does_not_complete_it(proxy, large, monkeypatch):
     original, store = remote_output._content, Store("s3://box/taken")
 
     def content(entries: Any, stretch: Stretch, pump: Any) -> Iterator[Any]:
@@ -100,7 +95,7 @@ def test_a_run_that_loses_in_the_middle_of_a_file_does_not_complete_it(
     assert sorted(store.sizes()) == [MARKER]
 
 
-def test_ctrl_c_leaves_no_upload(proxy: FaultProxy, large: Case) -> None:
+def test_ctrl_c_leaves_no_upload(proxy, large):
     def interrupt(done: int, _total: int) -> None:
         if _parts(proxy) and not sent:
             sent.append(done)
@@ -135,9 +130,7 @@ write_checkpoint(case.plan(2), case.files, Output(sys.argv[2]))
 
 
 @pytest.mark.parametrize("how", ["resume", "overwrite"])
-def test_uploads_of_a_killed_process_end_when_the_next_one_comes(
-    proxy: FaultProxy, large: Case, how: str
-) -> None:
+def test_uploads_of_a_killed_process_end_when_the_next_one_comes(proxy, large, how):
     url = f"s3://box/killed-{how}"
     reached = threading.Event()
 
@@ -201,7 +194,7 @@ except CkptError as error:
 """
 
 
-def test_uploads_of_a_killed_rank_end_with_the_run(proxy: FaultProxy, large: Case) -> None:
+def test_uploads_of_a_killed_rank_end_with_the_run(proxy, large):
     url, port = "s3://box/ranks", str(free_port())
     processes = [
         subprocess.Popen(
@@ -230,9 +223,7 @@ def test_uploads_of_a_killed_rank_end_with_the_run(proxy: FaultProxy, large: Cas
 
 
 @pytest.mark.parametrize("most", [1 << 30, 5 << 20])
-def test_the_store_copies_what_replaces_a_checkpoint(
-    proxy: FaultProxy, large: Case, monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
+def test_the_store_copies_what_replaces_a_checkpoint(proxy, large, monkeypatch, most):
     """In one request a file, or in parts where it is too long for one."""
     monkeypatch.setattr(s3, "_COPY_BYTES", most)
     objects = Objects(proxy.url)
@@ -248,7 +239,7 @@ def test_the_store_copies_what_replaces_a_checkpoint(
     assert _uploads(proxy) == []
 
 
-def test_a_bucket_is_never_replaced(proxy: FaultProxy, large: Case) -> None:
+def test_a_bucket_is_never_replaced(proxy, large):
     Store("s3://box").put(".metadata", b"precious")
     before = Objects(proxy.url).below("box")
     with pytest.raises(UsageError, match="s3://box is not replaced: it is a whole bucket"):
@@ -257,9 +248,7 @@ def test_a_bucket_is_never_replaced(proxy: FaultProxy, large: Case) -> None:
 
 
 @pytest.mark.parametrize("stop", [2, 4])
-def test_equal_lengths_are_not_enough_to_go_on(
-    proxy: FaultProxy, large: Case, monkeypatch: pytest.MonkeyPatch, stop: int
-) -> None:
+def test_equal_lengths_are_not_enough_to_go_on(proxy, large, monkeypatch, stop):
     """Files are uploaded in stretches; one that was replaced by another of its length is uploaded again."""
     out = Output(f"s3://box/length{stop}/out", {"tracker": b"7"}, {"extra": b"a"})
     writes = count()
@@ -286,3 +275,96 @@ def test_equal_lengths_are_not_enough_to_go_on(
     whole = Store("s3://box/length/out")
     assert all(store.get(name) == whole.get(name) for name in names)
     whole.clear(keep=())
+
+
+class Answers:
+    """A store that answers about parts when it is asked to, and what it was asked."""
+
+    def __init__(self, *, at_once: bool = False, fails: int | None = None) -> None:
+        self.at_once, self.fails = at_once, fails
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.parts: dict[int, bytes] = {}
+        self.may_answer = threading.Semaphore(0)
+        self.came = threading.Semaphore(0)
+
+    def ask(self, method: str, **given: Any) -> dict[str, Any]:
+        self.asked.append((method, given))
+        if method != "upload_part":
+            return {"UploadId": "u"}
+        number, body = given["PartNumber"], given["Body"]
+        assert type(body) is bytes  # which can be sent twice
+        self.came.release()
+        if not self.at_once:
+            assert self.may_answer.acquire(timeout=60)
+        if number == self.fails:
+            raise OSError("the disk of the store is full")
+        self.parts[number] = body
+        return {"ETag": f"tag {number}"}
+
+    def named(self, method: str) -> list[dict[str, Any]]:
+        return [given for name, given in self.asked if name == method]
+
+
+def test_parts_are_of_one_size_and_in_order():
+    store, content = Answers(at_once=True), bytes(range(250))
+    file = Multipart(store.ask, 16)
+    for start, stop in ((0, 5), (5, 5), (5, 90), (90, 250)):
+        file.write(memoryview(content)[start:stop])
+    file.close()
+    assert [len(store.parts[number]) for number in sorted(store.parts)] == [16] * 15 + [10]
+    assert b"".join(store.parts[number] for number in sorted(store.parts)) == content
+    (done,) = store.named("complete_multipart_upload")
+    assert done["MultipartUpload"]["Parts"] == [
+        {"PartNumber": number, "ETag": f"tag {number}"} for number in range(1, 17)
+    ]
+
+
+def test_several_parts_are_on_their_way_but_not_more():
+    store = Answers()
+    file = Multipart(store.ask, 4)
+    file.write(bytes(4 * IN_FLIGHT))  # waits for nobody
+    assert all(store.came.acquire(timeout=60) for _ in range(IN_FLIGHT))
+    writer = threading.Thread(target=file.write, args=(bytes(4),))
+    writer.start()
+    writer.join(0.2)
+    assert writer.is_alive()
+    assert len(store.named("upload_part")) == IN_FLIGHT
+    store.may_answer.release(IN_FLIGHT + 1)
+    writer.join(60)
+    file.close()
+    assert len(store.parts) == IN_FLIGHT + 1
+
+
+@pytest.mark.parametrize("length", [0, 3])
+def test_a_small_file_is_one_request(length):
+    store, before = Answers(), threading.active_count()
+    file = Multipart(store.ask, 4)
+    file.write(b"abc"[:length])
+    file.close()
+    ((method, given),) = store.asked
+    assert (method, bytes(given["Body"])) == ("put_object", b"abc"[:length])
+    assert threading.active_count() == before
+
+
+def test_a_part_that_fails_is_told_and_nothing_is_completed():
+    store = Answers(at_once=True, fails=2)
+    file = Multipart(store.ask, 4)
+    file.write(bytes(14))
+    with pytest.raises(OSError, match="the disk of the store is full"):
+        file.close()
+    file.discard()
+    assert store.named("abort_multipart_upload") == [{"UploadId": "u"}]
+    assert not store.named("complete_multipart_upload")
+
+
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_no_thread_outlives_its_file(is_given_up):
+    """A process can fork then, and what is given up is not on its way any more."""
+    store, before = Answers(), threading.active_count()
+    file = Multipart(store.ask, 4)
+    file.write(bytes(12))
+    assert threading.active_count() > before
+    store.may_answer.release(3)
+    file.discard() if is_given_up else file.close()
+    assert threading.active_count() == before
+    assert len(store.named("abort_multipart_upload")) == is_given_up

@@ -1,7 +1,5 @@
 """Several processes that read from a real S3 server and write to it: the same bytes, one verdict, nothing left."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -124,9 +122,7 @@ def begun(proxy: FaultProxy) -> list[str]:
     return [one["Key"] for one in found]
 
 
-def test_three_workers_write_the_same(
-    proxy: FaultProxy, large: Case, expected: dict[str, str], tmp_path: Path
-) -> None:
+def test_three_workers_write_the_same(proxy, large, expected, tmp_path):
     """Out of the store and into it, with every ninth request refused: one file by several processes."""
     source = put(proxy, Path(large.files.location), "source")
     proxy.choose = lambda number, method, path: BUSY if number % 9 == 5 else NONE
@@ -141,9 +137,7 @@ def test_three_workers_write_the_same(
 
 
 @pytest.mark.parametrize("files", [1, 3])
-def test_a_worker_killed_in_an_upload_is_named_and_resume_goes_on(
-    proxy: FaultProxy, large: Case, tmp_path: Path, files: int
-) -> None:
+def test_a_worker_killed_in_an_upload_is_named_and_resume_goes_on(proxy, large, tmp_path, files):
     """One file that all write in stretches; and three, of which those that are whole are not written again."""
     write_checkpoint(large.plan(files), large.files, Output(tmp_path / "expected"))
     name = f"killed{files}"
@@ -161,7 +155,7 @@ def test_a_worker_killed_in_an_upload_is_named_and_resume_goes_on(
     assert not {path for path in written if path.endswith(tuple(there - {MARKER}))}
 
 
-def test_a_store_that_refuses_one_worker_ends_all(proxy: FaultProxy, large: Case, tmp_path: Path) -> None:
+def test_a_store_that_refuses_one_worker_ends_all(proxy, large, tmp_path):
     """Its credentials have ended, for one: the error is that of the command, and nothing is published."""
     mine = "Credential=refused/"
 
@@ -177,7 +171,7 @@ def test_a_store_that_refuses_one_worker_ends_all(proxy: FaultProxy, large: Case
     assert begun(proxy) == []
 
 
-def test_drivers_that_work_in_one_process_say_so() -> None:
+def test_drivers_that_work_in_one_process_say_so():
     for place, message in (("memory://x/y", "driver of memory:// works in one process"),):
         with (
             pytest.raises(UsageError, match=message),
@@ -190,9 +184,7 @@ def test_drivers_that_work_in_one_process_say_so() -> None:
 
 @pytest.mark.parametrize("world", [1, 3, 8])
 @pytest.mark.parametrize("files", [1, 2, 9])
-def test_stretches_hold_every_byte_once(
-    large: Case, monkeypatch: pytest.MonkeyPatch, files: int, world: int
-) -> None:
+def test_stretches_hold_every_byte_once(large, monkeypatch, files, world):
     monkeypatch.setattr(remote_output, "_PART_BYTES", 1 << 20)
     monkeypatch.setattr(remote_output, "_STRETCH_BYTES", 1 << 20)
     plan = large.plan(files)

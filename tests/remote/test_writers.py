@@ -1,7 +1,5 @@
 """Two runs with one output in a store: the later has it, whenever it comes; the other stops and touches nothing."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -86,14 +84,7 @@ def whole(case: Case) -> dict[str, bytes]:
         (f"remove {MARKER}", {"overwrite": True}),
     ],
 )
-def test_the_later_run_has_the_output_whenever_it_comes(
-    moment: str,
-    how: dict[str, bool],
-    case: Case,
-    whole: dict[str, bytes],
-    memory: MemoryFileSystem,
-    steps: dict[str, Callable[[], None]],
-) -> None:
+def test_the_later_run_has_the_output_whenever_it_comes(moment, how, case, whole, memory, steps):
     """The later one comes at each step of the first, and runs to its end before the first one goes on."""
     steps[moment] = lambda: _convert(case, 2, **how)
     if moment == f"put {MARKER}":  # the first comes last after all, and has looked before
@@ -112,9 +103,7 @@ def test_the_later_run_has_the_output_whenever_it_comes(
     assert found == whole
 
 
-def test_the_loser_exits_with_2_and_leaves_the_winner_alone(
-    case: Case, memory: MemoryFileSystem, steps: dict[str, Callable[[], None]]
-) -> None:
+def test_the_loser_exits_with_2_and_leaves_the_winner_alone(case, memory, steps):
     """The winner has only begun: its marker and first file are there when the loser notices."""
 
     def take() -> None:
@@ -135,9 +124,7 @@ def test_the_loser_exits_with_2_and_leaves_the_winner_alone(
     assert "/out/tracker" not in found
 
 
-def test_a_file_that_another_run_replaced_is_not_published(
-    case: Case, memory: MemoryFileSystem, steps: dict[str, Callable[[], None]]
-) -> None:
+def test_a_file_that_another_run_replaced_is_not_published(case, memory, steps):
     """An upload of the loser that ends late, in a winner's folder, with as many bytes."""
     name = f"{FOLDER}/__0_0.distcp"
     steps["put extra"] = lambda: memory.pipe_file(name, bytes(memory.size(name)))
@@ -146,7 +133,7 @@ def test_a_file_that_another_run_replaced_is_not_published(
     assert f"{FOLDER}/{METADATA}" not in _content(memory)
 
 
-def test_a_marker_that_is_none_is_named(case: Case, memory: MemoryFileSystem) -> None:
+def test_a_marker_that_is_none_is_named(case, memory):
     memory.pipe_file(f"{FOLDER}/{MARKER}", b"\xff{")
     with pytest.raises(UsageError, match="was not written by this version"):
         _convert(case, resume=True)
@@ -155,9 +142,7 @@ def test_a_marker_that_is_none_is_named(case: Case, memory: MemoryFileSystem) ->
         _convert(case, resume=True)
 
 
-def test_a_marker_without_end_is_not_read(
-    case: Case, memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_marker_without_end_is_not_read(case, memory, monkeypatch):
     monkeypatch.setattr(remote_output, "_MOST_BYTES", 1 << 10)
     memory.pipe_file(f"{FOLDER}/{MARKER}", bytes(1 << 11))
     monkeypatch.setattr(Store, "get", lambda *_: pytest.fail("it was read"))
@@ -166,9 +151,7 @@ def test_a_marker_without_end_is_not_read(
 
 
 @pytest.mark.parametrize("again", [{"resume": True}, {}], ids=str)
-def test_every_stop_of_a_replacement_leaves_the_old_or_the_new(
-    again: dict[str, bool], case: Case, memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_stop_of_a_replacement_leaves_the_old_or_the_new(again, case, memory, monkeypatch):
     """It is stopped before its n-th change of the store: the old one stays until the new one is whole."""
     _convert(case, 3)
     old = _content(memory)

@@ -1,7 +1,5 @@
 """Replays recorded outputs of the real packages against the sharding core and counts what was compared."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod as numel

@@ -1,7 +1,5 @@
 """Replays of whole models: sharded over real processes, and Megatron-Core's behind its real adapter."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

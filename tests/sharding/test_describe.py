@@ -1,7 +1,5 @@
 """Names to parameters: order, units, tensor-parallel dimensions, experts, halves."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -11,8 +9,8 @@ from ckpt_tools.megatron.keys import has_expert_axis, stacked_layers
 from ckpt_tools.sharding.parameters import Expert, Part
 from ckpt_tools.sharding.topology import Topology
 from ckpt_tools.sharding.units import LiveTensor, describe, find_units, model_order, number_units
-from tests.benchmarks.bench_sharding import deepseek_v3
 from tests.conftest import fixture_dir
+from tests.synthetic_deepseek import deepseek_v3
 
 MLA_LAYER = [
     "input_layernorm.weight",
@@ -65,13 +63,13 @@ ORDER = [
 ]
 
 
-def test_names_come_in_the_order_of_the_module_tree() -> None:
+def test_names_come_in_the_order_of_the_module_tree():
     for seed in range(20):
         shuffled = random.Random(seed).sample(ORDER, len(ORDER))
         assert model_order(shuffled) == ORDER
 
 
-def test_unknown_modules_keep_their_order_after_the_known_ones() -> None:
+def test_unknown_modules_keep_their_order_after_the_known_ones():
     names = ["zeta.weight", "alpha.b.weight", "output_layer.weight", "alpha.a", "alpha.c"]
     assert model_order(names) == [
         "output_layer.weight",
@@ -82,7 +80,7 @@ def test_unknown_modules_keep_their_order_after_the_known_ones() -> None:
     ]
 
 
-def test_units_are_layers_and_the_rest_is_the_root() -> None:
+def test_units_are_layers_and_the_rest_is_the_root():
     modules = find_units(ORDER)
     assert modules == [*(f"decoder.layers.{n}" for n in (0, 2, 10, 11, 12)), "mtp.layers.0.transformer_layer"]
     owners = dict(zip(ORDER, number_units(ORDER, modules), strict=True))
@@ -103,11 +101,11 @@ def test_units_are_layers_and_the_rest_is_the_root() -> None:
         (["vision_model.blocks.0.mlp.linear_fc1.weight", "visual.blocks.0.attn.qkv.weight"], []),
     ],
 )  # fmt: skip
-def test_units_of_other_models(names: list[str], units: list[str]) -> None:
+def test_units_of_other_models(names, units):
     assert find_units(names) == units
 
 
-def test_a_numbered_module_of_unknown_kind_is_an_error_that_names_its_tensors() -> None:
+def test_a_numbered_module_of_unknown_kind_is_an_error_that_names_its_tensors():
     names = ["decoder.layers.0.norm.weight", "tower.blocks.3.attn.weight"]
     with pytest.raises(UsageError, match=r"no place in any FSDP unit:\n  - tower\.blocks\.3\.attn\.weight\n"):
         find_units(names)
@@ -121,14 +119,14 @@ def test_a_numbered_module_of_unknown_kind_is_an_error_that_names_its_tensors() 
         find_units(names, units=["towers.*"], root=None)
 
 
-def test_nested_units_belong_to_the_outermost_or_the_innermost() -> None:
+def test_nested_units_belong_to_the_outermost_or_the_innermost():
     modules = ["a", "a.b", "c"]
     names = ["a.w", "a.b.w", "c.w", "d", "ab.w"]
     assert number_units(names, modules) == [0, 0, 2, None, None]
     assert number_units(names, modules, innermost=True) == [0, 1, 2, None, None]
 
 
-def test_a_deepseek_model_is_described() -> None:
+def test_a_deepseek_model_is_described():
     tensors = deepseek_v3(layers=5)
     topology = Topology(8, tp=2, ep=4, etp=1)
     parameters = {p.name: p for p in describe(tensors, topology, tp_dims={"*_down_proj.weight": None})}
@@ -142,7 +140,7 @@ def test_a_deepseek_model_is_described() -> None:
     assert all(p.unit is None for p in describe(tensors, Topology(strategy="no_shard")))
 
 
-def test_tensor_parallelism_needs_a_rule() -> None:
+def test_tensor_parallelism_needs_a_rule():
     tensors = [
         LiveTensor(name, (4, 4), "bfloat16") for name in ("a.weight", "layer.linear_q_down_proj.weight")
     ]
@@ -185,19 +183,19 @@ LAYER = "decoder.layers.0."
         ("visual.blocks.0.attn.qkv.weight", None),
     ],
 )
-def test_dimension_by_name(name: str, dim: int | None) -> None:
+def test_dimension_by_name(name, dim):
     (p,) = describe([LiveTensor(name, (8, 8), "bfloat16")], Topology(tp=2))
     assert p.tp_dim == dim
 
 
-def test_nothing_is_asked_that_the_layout_does_not_need() -> None:
+def test_nothing_is_asked_that_the_layout_does_not_need():
     strange = [LiveTensor("tower.blocks.3.experts.local_experts.7.x", (3, 4), "bfloat16")]
     assert describe(strange, Topology(tp=2), layout="even")[0].name == strange[0].name
     (plain,) = describe([LiveTensor("tower.blocks.3.x", (3, 4), "bfloat16")], Topology(2), layout="fsdp2")
     assert plain.unit is None
 
 
-def test_missing_experts_and_odd_halves_are_refused() -> None:
+def test_missing_experts_and_odd_halves_are_refused():
     def tensor(name: str) -> LiveTensor:
         return LiveTensor(name, (4, 4), "bfloat16")
 
@@ -212,7 +210,7 @@ def test_missing_experts_and_odd_halves_are_refused() -> None:
     "fixture",
     ["main_mla_mtp_moe_fr_tp2", "main_gdn_fr_tp2", "main_llava_fr_tp2", "v016_dense_fr_tp2_dp2_te"],
 )
-def test_dimensions_are_those_that_megatron_cut(fixture: str) -> None:
+def test_dimensions_are_those_that_megatron_cut(fixture):
     """Chunks of torch_dist checkpoints trained with TP 2 show which dimension each parameter is cut along."""
     from torch.distributed.checkpoint import FileSystemReader
 

@@ -1,7 +1,5 @@
 """Bytes per rank by part: worked examples by hand (the recorded buffer sizes are replayed in test_vectors)."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest
@@ -30,14 +28,14 @@ PARAMETERS = [
         ("no_shard", Memory(128, 64 * 4, 128, 8 * 64, 0, 64 * 4)),
     ],
 )
-def test_each_strategy_by_hand(strategy: str, expected: Memory) -> None:
+def test_each_strategy_by_hand(strategy, expected):
     memory = rank_memory(Placement(PARAMETERS, Topology(3, strategy=strategy)), 2)
     assert memory == expected
     assert memory.persistent == sum((memory.weights, memory.main_weights, memory.gradients, memory.adam))
     assert memory.peak == memory.persistent + memory.communication
 
 
-def test_two_units_and_the_root_are_gathered_at_a_time() -> None:
+def test_two_units_and_the_root_are_gathered_at_a_time():
     parameters = [
         Parameter(name, (2 * size, 1), "bfloat16", unit=unit)
         for name, size, unit in [("root", 5, None), ("small", 1, 0), ("big", 9, 1), ("middle", 6, 2)]
@@ -47,14 +45,14 @@ def test_two_units_and_the_root_are_gathered_at_a_time() -> None:
     assert memory.communication == gathered + reduced
 
 
-def test_types_of_main_weights_and_gradients() -> None:
+def test_types_of_main_weights_and_gradients():
     placement = Placement(PARAMETERS, Topology(3))
     assert rank_memory(placement, 0, main_dtype=None) == Memory(48, 0, 48, 2 * 2 * 24, 0, 144 + 144)
     fp32 = rank_memory(placement, 0, grad_dtype="float32")
     assert (fp32.gradients, fp32.communication) == (96, 144 + 288)  # no cast copy
 
 
-def test_frozen_parameters_have_weights_only() -> None:
+def test_frozen_parameters_have_weights_only():
     frozen = [Parameter("w", (4, 2), "bfloat16", trainable=False, unit=0)]
     layouts: tuple[LayoutName, ...] = ("mfsdp-v1", "fsdp2")
     for layout in layouts:
@@ -63,7 +61,7 @@ def test_frozen_parameters_have_weights_only() -> None:
         assert (memory.weights, memory.main_weights, memory.gradients, memory.adam) == (8, 0, 0, 0)
 
 
-def test_fsdp2_allocates_full_chunks_everywhere() -> None:
+def test_fsdp2_allocates_full_chunks_everywhere():
     placement = Placement([Parameter("w", (9, 2), "float32")], Topology(8), "fsdp2")
     assert [rank_memory(placement, rank) for rank in (0, 4, 7)] == [
         Memory(16, 0, 16, 32, 0),
@@ -72,7 +70,7 @@ def test_fsdp2_allocates_full_chunks_everywhere() -> None:
     ]
 
 
-def test_module_buffers_are_whole_everywhere_and_even_is_no_job() -> None:
+def test_module_buffers_are_whole_everywhere_and_even_is_no_job():
     bias = [Parameter("bias", (4,), "float32", buffer=True)]
     for layout in ("mfsdp-v1", "fsdp2"):
         assert rank_memory(Placement(bias, Topology(2), layout), 1) == Memory(weights=16)
@@ -80,7 +78,7 @@ def test_module_buffers_are_whole_everywhere_and_even_is_no_job() -> None:
         rank_memory(Placement(bias, Topology(2), "even"), 0)
 
 
-def test_sums_over_ranks_account_for_every_element() -> None:
+def test_sums_over_ranks_account_for_every_element():
     """Over the ranks of one replica: elements held + padding = buffers, whatever the strategy and the sizes."""
     parameters = [Parameter(f"p{i}", (n, 3), "bfloat16", unit=i % 2) for i, n in enumerate((5, 7, 11, 2))]
     elements = sum(p.numel for p in parameters)

@@ -1,7 +1,5 @@
 """Boxes tile every tensor, whatever the sizes; replicas, experts, halves and refusals."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 
@@ -110,7 +108,7 @@ def cuts_a_row(placement: Placement) -> bool:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @given(data=st.data())
-def test_what_is_written_tiles_every_tensor_exactly(layout: LayoutName, data: st.DataObject) -> None:
+def test_what_is_written_tiles_every_tensor_exactly(layout, data):
     topology = data.draw(topologies(layout))
     parameters = data.draw(models(topology))
     bucket_size = data.draw(st.sampled_from([None, 1, 50]))
@@ -163,9 +161,7 @@ def shards_hold_the_same(placement: Placement, held: dict[int, list[tuple[str, B
     st.integers(1, 4),
     st.data(),
 )
-def test_boxes_of_parts_hold_the_rows_of_the_live_tensor(
-    tp: int, dp: int, rows: list[int], width: int, data: st.DataObject
-) -> None:
+def test_boxes_of_parts_hold_the_rows_of_the_live_tensor(tp, dp, rows, width, data):
     """The live tensor built from parts as Megatron does it: TP rank by TP rank, part after part."""
     parts = tuple(Part(f"part{i}", n * tp) for i, n in enumerate(rows))
     values = {name: np.arange(n * width).reshape(n, width) + 1000 * i for i, (name, n) in enumerate(parts)}
@@ -183,7 +179,7 @@ MIDROW = [Parameter(f"p{i}", shape, "bfloat16") for i, shape in enumerate([(7, 1
 
 
 @pytest.mark.parametrize("dp", range(1, 9))
-def test_a_cut_inside_a_row_is_refused_with_a_way_out(dp: int) -> None:
+def test_a_cut_inside_a_row_is_refused_with_a_way_out(dp):
     """The sizes that upstream crashes with: 5 to 8 ranks."""
     if dp < 5:
         assert Placement(MIDROW, Topology(dp)).buckets(0)
@@ -197,7 +193,7 @@ def test_a_cut_inside_a_row_is_refused_with_a_way_out(dp: int) -> None:
         assert list(Placement(MIDROW, Topology(dp), layout).boxes(0))
 
 
-def test_the_proposed_size_is_legal_for_the_experts() -> None:
+def test_the_proposed_size_is_legal_for_the_experts():
     experts = [
         Parameter(f"x.experts.{i}", shape, "bfloat16", is_expert=True, expert=Expert(e, 2))
         for e in range(2)
@@ -233,14 +229,12 @@ def test_the_proposed_size_is_legal_for_the_experts() -> None:
         ),
     ],
 )  # fmt: skip
-def test_parameters_that_do_not_fit_are_named(
-    parameter: Parameter, topology: Topology, layout: LayoutName, words: str
-) -> None:
+def test_parameters_that_do_not_fit_are_named(parameter, topology, layout, words):
     with pytest.raises(UsageError, match=words):
         Placement([Parameter("ok", (4, 4), "bfloat16"), parameter], topology, layout)
 
 
-def test_mesh_axes_say_what_is_sharded() -> None:
+def test_mesh_axes_say_what_is_sharded():
     p, b = Parameter("w", (4, 2), "float32", tp_dim=1), Parameter("b", (4,), "float32", buffer=True)
     hfsdp = Placement([p, b], Topology(2, 3, 2, outer_strategy="optim"))
     assert hfsdp.mesh(p) == (("dp_outer", 3, 0), ("dp_shard", 2, 0), ("tp", 2, 1))
@@ -249,7 +243,7 @@ def test_mesh_axes_say_what_is_sharded() -> None:
     assert whole.mesh(p) == (("dp_outer", 3, None), ("dp_shard", 2, None))
 
 
-def test_even_takes_scalars_and_gives_them_to_rank_0() -> None:
+def test_even_takes_scalars_and_gives_them_to_rank_0():
     placement = Placement(
         [Parameter("s", (), "float32"), Parameter("w", (3, 0), "float32")], Topology(3), "even"
     )

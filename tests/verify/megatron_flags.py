@@ -10,8 +10,6 @@ Facts alone are kept: spellings, names, kinds, types, defaults and choices. A ch
 modules that only its kernels import are stood in for.
 """
 
-from __future__ import annotations
-
 import argparse
 import enum
 import importlib.abc

@@ -1,7 +1,5 @@
 """`verify` of a Hugging Face folder: whatever a loader reads first of it is a finding when it cannot be read."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -9,7 +7,6 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,10 +21,9 @@ from ckpt_tools.megatron.huggingface.families.identify import NUMBER
 from ckpt_tools.model.catalog import TensorEntry
 from ckpt_tools.verify.checkpoint.hf_folder import check_hf_names
 from ckpt_tools.verify.report import Finding
-from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.megatron.huggingface import vision_language
 from tests.megatron.huggingface.by_rules import DEEPSEEK, LLAMA, QWEN3_MOE, directory
-from tests.megatron.huggingface.quantized_models import Quantized, fp8_blocks, fp8_tensors, gpt_oss, mixed
+from tests.megatron.huggingface.quantized_models import fp8_blocks, fp8_tensors, gpt_oss, mixed
 from tests.megatron.huggingface.vision_language import KINDS, save
 
 ONE, TWO, INDEX = "model-1.safetensors", "model-2.safetensors", "model.safetensors.index.json"
@@ -52,7 +48,7 @@ def errors(model: Path) -> str:
     return "\n".join(f"{one.severity} {one.check} {one.where}: {one.message}" for one in found)
 
 
-def test_a_sound_model_has_no_finding(model: Path) -> None:
+def test_a_sound_model_has_no_finding(model):
     assert errors(model) == ""
     checks = {check.name: check.looked_at for check in verify_checkpoint(model).checks}
     assert checks["model"] == len(JSON)
@@ -63,16 +59,14 @@ def test_a_sound_model_has_no_finding(model: Path) -> None:
     ("{", "it is not JSON"), ("", "it is not JSON"), ("\udcff", "it is not JSON"), ("[1]", "no object: list"),
     ("null", "no object: NoneType"), ("[" * 100_000, "nested too deep"), (POINTER, "Git LFS pointer"),
 ])  # fmt: skip
-def test_a_settings_file_that_cannot_be_read_is_an_error(
-    model: Path, name: str, text: str, told: str
-) -> None:
+def test_a_settings_file_that_cannot_be_read_is_an_error(model, name, text, told):
     (model / name).write_text(text, errors="surrogateescape")
     found = errors(model)
     assert found.startswith(f"error model {name}: ") and told in found
     assert run(["verify", str(model), "-q"]) == 1
 
 
-def test_an_empty_config_and_none_are_findings(model: Path) -> None:
+def test_an_empty_config_and_none_are_findings(model):
     (model / "config.json").write_text("{}")
     assert errors(model).startswith("error model config.json: it is an empty object")
     (model / "config.json").unlink()
@@ -109,21 +103,21 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_an_index_that_is_not_that_of_the_files_is_an_error(model: Path, case: str) -> None:
+def test_an_index_that_is_not_that_of_the_files_is_an_error(model, case):
     damage, told = DAMAGE[case]
     damage(model)
     assert told in errors(model) and "error" in errors(model)
     assert run(["verify", str(model), "-q"]) == 1
 
 
-def test_a_single_file_without_tensors_is_no_model(model: Path) -> None:
+def test_a_single_file_without_tensors_is_no_model(model):
     for name in (ONE, TWO, INDEX):
         (model / name).unlink()
     empty("model.safetensors")(model)
     assert "hold no tensor at all" in errors(model)
 
 
-def test_a_file_that_the_index_does_not_name_is_a_warning(model: Path) -> None:
+def test_a_file_that_the_index_does_not_name_is_a_warning(model):
     save_file({"a": np.ones(3, np.float32)}, model / "consolidated.safetensors")
     assert errors(model).startswith("warning files consolidated.safetensors: no item lies in this file")
 
@@ -166,22 +160,22 @@ def check_names(folder: Path, free: Sequence[str] = ()) -> None:
     LLAMA, {**LLAMA, "tie_word_embeddings": True}, QWEN3_MOE, DEEPSEEK, {**DEEPSEEK, "q_lora_rank": None},
     {**DEEPSEEK, "num_nextn_predict_layers": 0},
 ], ids=lambda c: c["model_type"])  # fmt: skip
-def test_names_follow_from_config_json(config: dict[str, Any], tmp_path: Path) -> None:
+def test_names_follow_from_config_json(config, tmp_path):
     check_names(save(tmp_path / "hf", config, directory(config)))
 
 
 @pytest.mark.parametrize("make", [fp8_blocks, fp8_tensors, gpt_oss, mixed], ids=lambda make: make.__name__)
-def test_names_of_quantized_models(make: Callable[[], Quantized], tmp_path: Path) -> None:
+def test_names_of_quantized_models(make, tmp_path):
     folder = make().save(tmp_path / "hf")
     check_names(folder, [key for key in make().stored if key.endswith("activation_scale")])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_names_of_vision_language_models(kind: str, tmp_path: Path) -> None:
+def test_names_of_vision_language_models(kind, tmp_path):
     check_names(vision_language.directory(tmp_path / "hf", kind))
 
 
-def test_half_models_that_users_met(user_cases: Path) -> None:
+def test_half_models_that_users_met(user_cases):
     for case, named in (
         ("hf_incomplete_is_valid/experts_lost", "model.layers.1.mlp.experts.3.up_proj.weight"),
         ("hf_incomplete_is_valid/expert_names", "model.layers.1.mlp.experts.up_proj.weight3"),
@@ -216,9 +210,7 @@ ENTRY = TensorEntry("x", "int32", (2, 3), ())
     ({"tie_word_embeddings": True}, {"lm_head.weight": None}, "", ""),
     ({"tie_word_embeddings": True}, {"lm_head.weight": replace(ENTRY, dtype="float32")}, "error", "has shape [2, 3]"),
 ])  # fmt: skip
-def test_what_is_compared(
-    config: dict[str, Any], tensors: dict[str, Any], severity: str, said: str, tmp_path: Path
-) -> None:
+def test_what_is_compared(config, tensors, severity, said, tmp_path):
     folder = save(tmp_path / "hf", {**LLAMA, **config}, directory(LLAMA))
     found = names(folder, **tensors)
     assert [one.severity for one in found] == ([severity] if severity else [])
@@ -226,7 +218,7 @@ def test_what_is_compared(
 
 
 @pytest.mark.parametrize("config", [LLAMA, QWEN3_MOE], ids=lambda c: c["model_type"])
-def test_names_of_a_model_without_its_head(config: dict[str, Any], tmp_path: Path) -> None:
+def test_names_of_a_model_without_its_head(config, tmp_path):
     """As `AutoModel` saves it: no first segment, and no head."""
     tensors = dict(directory(config))
     del tensors["lm_head.weight"]
@@ -261,9 +253,7 @@ def zarr(folder: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("content", [False, True])
-def test_both_of_a_folder_that_holds_the_model_twice_are_checked(
-    harm: Callable[[Path], object], errors: int, content: bool, user_cases: Path, tmp_path: Path
-) -> None:
+def test_both_of_a_folder_that_holds_the_model_twice_are_checked(harm, errors, content, user_cases, tmp_path):
     folder = tmp_path / "checkpoint-20"
     shutil.copytree(user_cases / "swift_checkpoint_folder" / "checkpoint-20", folder)
     harm(folder)
@@ -272,7 +262,7 @@ def test_both_of_a_folder_that_holds_the_model_twice_are_checked(
     assert any(f.check == "other copy" for f in report.findings)
 
 
-def test_a_model_in_an_iterations_folder_is_checked(user_cases: Path, tmp_path: Path) -> None:
+def test_a_model_in_an_iterations_folder_is_checked(user_cases, tmp_path):
     swift = user_cases / "swift_checkpoint_folder" / "checkpoint-20"
     for place in ("", "hf"):
         folder = tmp_path / f"run{place}" / "iter_0000020"
@@ -297,9 +287,7 @@ NO_COUNT = "a number of 1 or more is expected"
     + [("num_experts_per_tok", 9, "num_experts_per_tok is 9, num_experts "), ("layer_types", ["full_attention"],
        "layer_types has 1 entries, num_hidden_layers is ")],
 )  # fmt: skip
-def test_a_config_that_no_model_can_have_is_an_error(
-    field: str, value: object, said: str, tmp_path: Path
-) -> None:
+def test_a_config_that_no_model_can_have_is_an_error(field, value, said, tmp_path):
     config = {**QWEN3_MOE, field: value}
     if value == "missing":
         del config[field]
@@ -313,7 +301,7 @@ def test_a_config_that_no_model_can_have_is_an_error(
 @pytest.mark.parametrize(
     "changed", [{"hidden_act": "relu6"}, {"model_type": "unknown", "num_hidden_layers": 0}]
 )
-def test_a_config_that_has_no_rules_is_no_error(changed: dict[str, object], tmp_path: Path) -> None:
+def test_a_config_that_has_no_rules_is_no_error(changed, tmp_path):
     save_file(dict(directory(QWEN3_MOE)), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({**QWEN3_MOE, **changed}))
     report = verify_checkpoint(tmp_path)

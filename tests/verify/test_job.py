@@ -1,7 +1,5 @@
 """A job's command line, read as Megatron-LM's own parsers read it; and YAML files of three kinds."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

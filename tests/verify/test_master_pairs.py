@@ -1,7 +1,5 @@
 """Masters that are compared while they are summed: the report is that of two passes, each byte is read once."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections import Counter
@@ -62,9 +60,7 @@ def _set(root: Path, key: str, dtype: str, values: dict[int, float]) -> None:
         ({-1: NAN}, {-1: 0.0}),
     ],
 )
-def test_the_report_is_that_of_two_passes(
-    masters: dict[int, float], weights: dict[int, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_report_is_that_of_two_passes(masters, weights, tmp_path, monkeypatch):
     root = copy_of(LLAMA, tmp_path)
     _set(root, MASTER, "float32", masters)
     _set(root, WEIGHT, "bfloat16", weights)
@@ -78,9 +74,7 @@ def test_the_report_is_that_of_two_passes(
 
 @pytest.mark.parametrize("key", [MASTER, WEIGHT])
 @pytest.mark.parametrize("damage", ["cut", "flipped", "no frame"])
-def test_so_it_is_of_damaged_files(
-    key: str, damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_so_it_is_of_damaged_files(key, damage, tmp_path, monkeypatch):
     root = copy_of(LLAMA, tmp_path)
     path, start, data = payload_of(root, key, _first_place(root, key))
     with path.open("r+b") as file:
@@ -95,7 +89,7 @@ def test_so_it_is_of_damaged_files(
     assert _report(root) == beside
 
 
-def test_each_byte_of_a_tensor_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_byte_of_a_tensor_is_read_once(tmp_path, monkeypatch):
     read: Counter[tuple[str, int]] = Counter()
     whole = LocalFiles.read_into
 
@@ -126,7 +120,7 @@ def _without_reading(read: Counter[tuple[str, int]], *given: Any) -> tuple[Maste
     return report, problems
 
 
-def test_convert_names_every_tensor_whoever_compares_it(tmp_path: Path) -> None:
+def test_convert_names_every_tensor_whoever_compares_it(tmp_path):
     """In other processes, because one with threads, as pytest's may be, is not forked."""
     root = copy_of(LLAMA, tmp_path)
     for weight in (WEIGHT, "decoder.layers.mlp.linear_fc1.weight", "embedding.word_embeddings.weight"):

@@ -1,7 +1,5 @@
 """`.metadata` with single bits flipped, judged by stock torch: what it cannot load is never called valid."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import random
@@ -14,16 +12,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckpt_tools.commands.check.verify import verify_checkpoint
 from ckpt_tools.errors import CkptError
+from tests.conftest import LLAMA, MOE, NATIVE
 from tests.damage import ITERATION, copy_of, errors_of, metadata_of
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
-    pytest.mark.filterwarnings("ignore:TypedStorage is:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is:UserWarning")
 FLIPS = int(os.environ.get("CKPT_TOOLS_FLIPS", "50"))  # of each file; more by hand
-LLAMA = "core019_llama_tp2_fully_reshardable"
-NATIVE = "core019_llama_tp2_native_fsdp_dtensor"
-MOE = "core019_moe_ep2_fully_reshardable"
 WITH_PLANS = "main_moe_fr_ep2"  # all_local_plans: what every rank wrote
 
 

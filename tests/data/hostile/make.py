@@ -4,8 +4,6 @@
 `python tests/data/hostile/make.py`. It must give the same bytes everywhere.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 import zlib

@@ -5,8 +5,6 @@
 `fully_shard` of `tests/data/packed` holds what it wrote (torch 2.13).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Which keys of a plain PyTorch checkpoint are what, told from files that torch's own `fully_shard` wrote."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Random directories with the tensors that a family's rules name, imported; and what every test asks of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any

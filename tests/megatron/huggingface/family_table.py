@@ -4,8 +4,6 @@ Which classes a release of transformers has stands in tests/data/transformers_cl
 compare it with what is there.
 """
 
-from __future__ import annotations
-
 from ckpt_tools.megatron.huggingface.families.families import FAMILIES
 from ckpt_tools.megatron.huggingface.families.identify import without_modules
 from ckpt_tools.megatron.huggingface.vision.vision_language import vision_language, vision_language_types

@@ -3,8 +3,6 @@
 python -m tests.megatron.huggingface.harvest_arguments MEGATRON_LM MEGATRON_BRIDGE > tests/data/megatron_arguments.txt
 """
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

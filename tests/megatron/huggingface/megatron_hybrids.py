@@ -4,8 +4,6 @@ The kernels of flash-linear-attention and mamba_ssm want a GPU. Of the former Me
 which lacks the norm of queries and keys only; the latter are given here by their definition.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 import types

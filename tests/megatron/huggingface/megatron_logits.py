@@ -8,8 +8,6 @@ For every `<name>.json` (args) in FOLDER it loads the torch_dist checkpoint `<na
 Everything that wants a GPU is replaced: streams, RNG trackers, Transformer Engine's router kernel.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

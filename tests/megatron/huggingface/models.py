@@ -1,7 +1,5 @@
 """Tiny random models of every family, made by transformers: sizes all different, so that no mix-up fits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ckpt_tools.megatron.huggingface.families.families import FAMILIES

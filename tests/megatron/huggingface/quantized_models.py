@@ -1,7 +1,5 @@
 """Tiny quantized models of random codes and scales, and what torch on whole tensors makes of them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -13,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.megatron.huggingface.by_rules import DEEPSEEK, LLAMA, directory
-from tests.model.test_packed_kernels import mxfp4, pack
+from tests.model.test_kernels import mxfp4, pack
 
 Tensors = dict[str, torch.Tensor]
 LINEAR = re.compile(r"_proj(?:_with_mqa)?\.weight$")

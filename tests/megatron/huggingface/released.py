@@ -5,8 +5,6 @@ transformers contradicts them (test_texts_peers.py). `quantization_config` is le
 models have.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 SIZES = {"hidden_size": 16, "intermediate_size": 20, "max_position_embeddings": 64, "num_attention_heads": 4,

@@ -1,7 +1,5 @@
 """The page of rule files, made of the tables they are read by: `python -m tests.megatron.huggingface.rule_page`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from ckpt_tools.megatron.huggingface.config.codecs import DEFAULTS, FORMS

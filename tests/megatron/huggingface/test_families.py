@@ -3,8 +3,6 @@
 Runs under whatever transformers is installed; `test_transformers.py` runs it under version 4 and under version 5.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from dataclasses import dataclass, replace
@@ -93,7 +91,7 @@ def load(directory: Path, tensors: Arrays, config: dict[str, Any]) -> Any:
     return model.eval()
 
 
-def test_round_trip(case: Case, tmp_path: Path) -> None:
+def test_round_trip(case, tmp_path):
     """Same names and bits as transformers wrote; loads completely; logits exactly equal; config is v4-style."""
     assert case.again.keys() == case.tensors.keys()
     for key, array in case.tensors.items():
@@ -105,7 +103,7 @@ def test_round_trip(case: Case, tmp_path: Path) -> None:
     assert float((logits(model) - case.want).abs().max()) == 0.0
 
 
-def test_config_says_what_transformers_said(case: Case) -> None:
+def test_config_says_what_transformers_said(case):
     """Every field both configs have is equal, so nothing was lost on the way through Megatron's args."""
     family = case.exported.family
     ours, theirs = read_config(family, case.exported.config), read_config(family, case.config)
@@ -113,11 +111,11 @@ def test_config_says_what_transformers_said(case: Case) -> None:
     assert {field.hf for field in family.fields} <= set(case.exported.config)
 
 
-def test_verify_knows_what_the_class_has(case: Case) -> None:
+def test_verify_knows_what_the_class_has(case):
     check_names(case.directory)
 
 
-def test_reference_config_agrees(case: Case) -> None:
+def test_reference_config_agrees(case):
     """The original config.json as a reference changes no tensor and no architecture field."""
     exported = export_targets(specs(case.megatron), case.imported.args, case.config)
     assert exported.tensors == case.exported.tensors
@@ -142,7 +140,7 @@ def swapped_gate_up(case: Case) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3"])
 @pytest.mark.parametrize("wrong", [naive_qkv, swapped_gate_up])
-def test_wrong_layouts_fail_the_same_comparison(name: str, wrong: Any, tmp_path: Path) -> None:
+def test_wrong_layouts_fail_the_same_comparison(name, wrong, tmp_path):
     case = make_case(name, tmp_path / "original")
     model = load(tmp_path / "wrong", {**case.again, **wrong(case)}, dict(case.exported.config))
     assert float((logits(model) - case.want).abs().max()) > 1e-2
@@ -162,7 +160,7 @@ WITH_EXPERTS = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "
 
 
 @pytest.mark.parametrize("name", [n for n in (*DENSE, *WITH_EXPERTS) if n in transformers.CONFIG_MAPPING])
-def test_what_is_not_said_is_what_the_class_takes(name: str) -> None:
+def test_what_is_not_said_is_what_the_class_takes(name):
     """The defaults of the fields are those of the class, all together."""
     family, settings = FAMILIES[name], MINIMAL if name in DENSE else CONFIGS[name][1]
     needed = [one for one in family.fields if one.default is REQUIRED]
@@ -185,7 +183,7 @@ def test_what_is_not_said_is_what_the_class_takes(name: str) -> None:
     assert ours == replace(theirs, mtp_num_layers=0)  # transformers has no prediction layers
 
 
-def test_a_family_by_a_rule_file_alone(tmp_path: Path) -> None:
+def test_a_family_by_a_rule_file_alone(tmp_path):
     """Arcee by example-scripts/huggingface_family.yaml: every tensor comes back, and the class computes the same."""
     config = transformers.ArceeConfig(**BASE, head_dim=10, mlp_bias=True, attention_bias=True)
     model = transformers.AutoModelForCausalLM.from_config(config, **eager()).eval()
@@ -209,7 +207,7 @@ IS_5 = not transformers.__version__.startswith("4.")  # a skip in a peer's run i
 if IS_5:  # 4 does not read rope_parameters
 
     @pytest.mark.parametrize("name", ["llama3", "llama_yarn", "llama2"])
-    def test_rope_parameters_by_a_rule_file(name: str, tmp_path: Path) -> None:
+    def test_rope_parameters_by_a_rule_file(name, tmp_path):
         """config.json says it as the class saves it, every number comes back, and the class computes the same."""
         rules = tmp_path / "rules.yaml"
         rules.write_text(NESTED_LLAMA)
@@ -233,7 +231,7 @@ KINDS = {name: family.model_type or name for name, family in FAMILIES.items()}
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind in CLASSES])
-def test_a_class_takes_without_a_field_what_its_family_takes(name: str) -> None:
+def test_a_class_takes_without_a_field_what_its_family_takes(name):
     """A config.json without a field is the model that it is with the class's own value of it."""
     family = FAMILIES[name]
     config = in_v4_form(CLASSES[KINDS[name]]().to_dict())
@@ -260,15 +258,14 @@ if IS_5:  # 4 leaves them as they are
             ("mamba2", {"rescale_prenorm_residual": True}, "out_proj"),
         ],
     )
-    def test_fields_by_which_a_class_changes_what_it_loads(
-        name: str, field: dict[str, Any], changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_fields_by_which_a_class_changes_what_it_loads(name, field, changed, tmp_path, monkeypatch):
         """An export does not say them, whatever the reference says, and what is loaded is what is stored."""
         kind, settings = CONFIGS[name]
         monkeypatch.setitem(CONFIGS, name, (kind, {**settings, **field}))
         case = make_case(name, tmp_path / "original")
         made, again = exported(case.megatron, case.imported.args, case.config)
-        (key, value), no_longer = *field.items(), {"pad_token_id": None, "rescale_prenorm_residual": False}
+        ((key, value),) = field.items()
+        no_longer = {"pad_token_id": None, "rescale_prenorm_residual": False}
         for notes in (made.notes, case.imported.notes):
             assert any(
                 f"{key} is {value!r} in config.json: transformers 5.24 changes" in note for note in notes
@@ -288,7 +285,7 @@ if IS_5:  # 4 leaves them as they are
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("kind", ["DeepseekV2Config", "DeepseekV3Config"])
-def test_a_model_without_a_shared_expert(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_a_shared_expert(kind, tmp_path, monkeypatch):
     """The class has one without elements then; it is not written, and what loads computes the same."""
     monkeypatch.setitem(CONFIGS, "no_shared", (kind, {**BASE, **MLA, "n_shared_experts": 0}))
     model = make_model("no_shared")

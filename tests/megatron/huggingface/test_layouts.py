@@ -1,7 +1,5 @@
 """Layouts against numpy written out by hand, and their two directions against each other."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -42,7 +40,7 @@ def to_core(layout: Layout, hf: list[np.ndarray[Any, Any]], shape: tuple[int, ..
     return materialise([TargetTensor("core", "float32", shape, sources, zero_filled=filled)], seen)["core"]
 
 
-def test_qkv_is_cut_by_query_group() -> None:
+def test_qkv_is_cut_by_query_group():
     """4 heads of 6 in 2 groups: q0 q1 k0 v0 q2 q3 k1 v1."""
     core = numbered(8 * 6, 3)
     q, k, v = to_hf(LAYOUTS["qkv"][1](core.shape, model()), core)
@@ -52,7 +50,7 @@ def test_qkv_is_cut_by_query_group() -> None:
     assert np.array_equal(v, np.concatenate([blocks[i] for i in (3, 7)]))
 
 
-def test_interleaved_rotary_rows_are_half_a_head_apart() -> None:
+def test_interleaved_rotary_rows_are_half_a_head_apart():
     """Megatron rows 0 1 2 3 4 5 of a query or key head are Hugging Face's 0 3 1 4 2 5; values stay."""
     core = numbered(8 * 6, 2)
     q, k, v = to_hf(LAYOUTS["qkv"][1](core.shape, model(rotary_interleaved=True)), core)
@@ -65,7 +63,7 @@ def test_interleaved_rotary_rows_are_half_a_head_apart() -> None:
     assert np.array_equal(v, plain[2])
 
 
-def test_gates_follow_the_queries_of_their_group() -> None:
+def test_gates_follow_the_queries_of_their_group():
     """4 heads of 6 in 2 groups: q0 q1 g0 g1 k0 v0 | q2 q3 g2 g3 k1 v1; a head's own rows are q and g."""
     core = numbered(12 * 6, 3)
     q, k, v = to_hf(LAYOUTS["qkv_gate"][1](core.shape, model()), core)
@@ -87,7 +85,7 @@ def joined(layouts: tuple[Layout, ...], parts: list[np.ndarray[Any, Any]]) -> np
     return made["t"]
 
 
-def test_rows_of_a_key_head_stand_together() -> None:
+def test_rows_of_a_key_head_stand_together():
     """2 key heads of 3 rows with 2 value heads of 2 each: q0 k0 v0 v1 | q1 k1 v2 v3, as Qwen3-Next views them."""
     query, key, value = numbered(6, 5), 100 + numbered(6, 5), 200 + numbered(8, 5)
     layouts = JOINED["rows_by_key_head"](
@@ -101,7 +99,7 @@ def test_rows_of_a_key_head_stand_together() -> None:
 
 @pytest.mark.parametrize("name", sorted(JOINED))
 @given(data=st.data())
-def test_parts_tile_one_tensor_and_come_back(name: str, data: st.DataObject) -> None:
+def test_parts_tile_one_tensor_and_come_back(name, data):
     heads = data.draw(st.integers(1, 4))
     rest = data.draw(st.sampled_from([(), (3,), (1, 4)]))
     rows = [heads * n for n in data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))]
@@ -114,14 +112,14 @@ def test_parts_tile_one_tensor_and_come_back(name: str, data: st.DataObject) -> 
         assert np.array_equal(to_core(layout, [whole], part.shape, filled=False), part)
 
 
-def test_conv1d_is_three_thirds_of_columns() -> None:
+def test_conv1d_is_three_thirds_of_columns():
     core = numbered(3 * 4 * 6, 5)
     (c_attn,) = to_hf(LAYOUTS["qkv_conv1d"][1](core.shape, model(groups=4)), core)
     heads = core.reshape(4, 3, 6, 5)
     assert np.array_equal(c_attn, heads.transpose(1, 0, 2, 3).reshape(72, 5).T)
 
 
-def test_interleaved_columns_are_gate_and_up() -> None:
+def test_interleaved_columns_are_gate_and_up():
     """GPT-OSS: even columns of an (experts, in, out) tensor are the gate."""
     experts = [numbered(8, 3) + 100 * e for e in range(2)]
     layouts = stack([LAYOUTS["gate_up_interleaved"][1]((8, 3), model())] * 2)
@@ -141,7 +139,7 @@ def test_interleaved_columns_are_gate_and_up() -> None:
 
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
 @given(data=st.data())
-def test_both_directions_tile_and_undo_each_other(name: str, data: st.DataObject) -> None:
+def test_both_directions_tile_and_undo_each_other(name, data):
     """`materialise` fails unless each element of each side is shown exactly once."""
     groups, per = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
     dim, columns = 2 * data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))

@@ -3,8 +3,6 @@
 This is the test that a mistake made in both directions of a rule cannot pass.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -118,16 +116,14 @@ def difference(folder: Path, name: str, case: Case) -> float:
 
 
 @pytest.mark.parametrize("name", RAN)
-def test_equal_logits(name: str, runs: tuple[dict[str, Case], Path]) -> None:
+def test_equal_logits(name, runs):
     cases, folder = runs
     recurrent = any(".in_proj." in key for key in cases[name].megatron)  # sums over all tokens before
     assert difference(folder, name, cases[name]) < (5e-5 if recurrent else 1e-5)
 
 
 @pytest.mark.parametrize("name", INTERLEAVED)
-def test_rotary_pairs_in_neighbouring_rows(
-    name: str, runs: tuple[dict[str, Case], Path], tmp_path: Path
-) -> None:
+def test_rotary_pairs_in_neighbouring_rows(name, runs, tmp_path):
     """The same parameters under `rotary_interleaved` are another model, which the exported one is."""
     cases, folder = runs
     args = {**cases[name].imported.args, "rotary_interleaved": True}
@@ -139,13 +135,13 @@ def test_rotary_pairs_in_neighbouring_rows(
 
 
 @pytest.mark.parametrize("name", [name for name, right in WRONG.items() if right in RAN])
-def test_wrong_layouts_are_seen(name: str, runs: tuple[dict[str, Case], Path]) -> None:
+def test_wrong_layouts_are_seen(name, runs):
     cases, folder = runs
     assert difference(folder, name, cases[WRONG[name]]) > 1e-2
 
 
 @pytest.mark.parametrize("name", RAN)
-def test_keys_are_those_megatron_writes(name: str, runs: tuple[dict[str, Case], Path]) -> None:
+def test_keys_are_those_megatron_writes(name, runs):
     """The model's own `sharded_state_dict` has one key for every rule, and no other."""
     cases, folder = runs
     written = set(np.load(folder / f"{name}.out.npz")["keys"])

@@ -1,7 +1,5 @@
 """Which modules a quantization_config names."""
 
-from __future__ import annotations
-
 import re
 import time
 
@@ -21,7 +19,7 @@ NAMES = st.lists(
     NAMES.map(".".join),
     st.lists(NAMES.map(".".join) | st.sampled_from(["model.layers.*.mlp", "ate", "layers.(1|mlp)", "mlp."])),
 )
-def test_modules_are_left_alone_as_transformers_leaves_them(module: str, said: list[str]) -> None:
+def test_modules_are_left_alone_as_transformers_leaves_them(module, said):
     """Its rule (quantizers_utils.py of 5.24): a pattern that ends at a border of the name, or the name's end."""
     border = r"(?:(?<=\.)|(?=\.|$))"
     expected = any(re.match(f"(?:{one}){border}", module) or module.endswith(one) for one in said)
@@ -41,14 +39,14 @@ def test_modules_are_left_alone_as_transformers_leaves_them(module: str, said: l
         ("re:lm_head", "model.lm_head", False),
     ],
 )
-def test_targets_are_ignored_as_compressed_tensors_ignores_them(said: str, module: str, listed: bool) -> None:
+def test_targets_are_ignored_as_compressed_tensors_ignores_them(said, module, listed):
     assert (targets_ignored([said]).listing(module) is not None) == listed
 
 
 @pytest.mark.parametrize(
     "pattern", ["(a+)+$", "(a|a)*$", "(.*)*x", ".*" * 20 + "x", "a{1,9}{1,9}", "(", "x" * 999 + "*"]
 )
-def test_patterns_that_may_run_away_are_not_tried(pattern: str) -> None:
+def test_patterns_that_may_run_away_are_not_tried(pattern):
     started = time.monotonic()
     for found in (targets_ignored([f"re:{pattern}"]), modules_left_alone([pattern])):
         assert len(found.unchecked) == 1 and pattern in found.unchecked[0]
@@ -56,7 +54,7 @@ def test_patterns_that_may_run_away_are_not_tried(pattern: str) -> None:
     assert time.monotonic() - started < 1
 
 
-def test_only_lists_of_names_are_taken() -> None:
+def test_only_lists_of_names_are_taken():
     for said in ("lm_head", {"lm_head": 1}, [1], [""]):
         with pytest.raises(MappingError, match="expected a list of module names"):
             modules_left_alone(said)

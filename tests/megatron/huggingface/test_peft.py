@@ -1,7 +1,5 @@
 """PEFT directories by hand: what is merged and how, what is refused and why. The real peft: `test_peft_peers.py`."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -30,17 +28,14 @@ from ckpt_tools.megatron.huggingface.lora import peft_targets
 from ckpt_tools.megatron.huggingface.lora.peft import PeftSettings, read_peft_settings, with_adapter
 from ckpt_tools.megatron.huggingface.mapping.rules import SMALLEST
 from ckpt_tools.model.catalog import Catalog, TensorEntry
-from ckpt_tools.model.choices import MegatronFormat
-from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands.test_huggingface import GPT2
-from tests.conftest import DATA
+from tests.conftest import RUN
 from tests.megatron.adapter_checkpoints import FC1, FC2, PROJ, QKV, AdapterFolder, canonical, lora
 from tests.megatron.huggingface.by_rules import LLAMA, QWEN3_MOE, Arrays, directory
 from tests.megatron.huggingface.quantized_models import fp8_blocks
 
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 3}
 Q = "model.layers.0.self_attn.q_proj"
-RUN = DATA / "core019_llama_tp2_fully_reshardable"
 
 
 def numbers(seed: int, *shape: int) -> Any:
@@ -98,10 +93,7 @@ OF_EXPERTS = {"rank_pattern": {"up_proj": 3}, "alpha_pattern": {EXPERT: 9}}
        for to in ("torch_dist", "fsdp_dtensor"))],
     ids=["plain", "rslora", "experts", "experts of FSDP"],
 )  # fmt: skip
-def test_weights_are_merged_and_all_else_is_as_it_was(
-    base: dict[str, Any], matrices: Arrays, settings: dict[str, Any], scales: dict[str, float], to: MegatronFormat,
-    tmp_path: Path,
-) -> None:  # fmt: skip
+def test_weights_are_merged_and_all_else_is_as_it_was(base, matrices, settings, scales, to, tmp_path):  # fmt: skip
     before = model(tmp_path / "hf", base)
     place = peft(tmp_path / "peft", dict(matrices), settings)
     options = ImportOptions(to=to, adapter=place, fsdp=TargetOptions(fresh_optimizer=False))
@@ -126,8 +118,8 @@ SQUARE_LLAMA, SQUARE_GPT2 = "model.layers.0.mlp.down_proj", "transformer.h.1.att
     [(GPT2, SQUARE_GPT2, True), ({**LLAMA, "intermediate_size": 12}, SQUARE_LLAMA, False)],
 )
 def test_a_square_weight_is_turned_if_its_module_is_a_conv1d(
-    base: dict[str, Any], square: str, is_conv1d: bool, fan_in_fan_out: bool, tmp_path: Path
-) -> None:
+    base, square, is_conv1d, fan_in_fan_out, tmp_path
+):
     """PEFT goes by the class of the module too, and corrects the flag."""
     before, matrices = model(tmp_path / "hf", base), pair(square, 12, 12)
     place = peft(tmp_path / "alone", matrices, {"fan_in_fan_out": fan_in_fan_out})
@@ -140,7 +132,7 @@ def test_a_square_weight_is_turned_if_its_module_is_a_conv1d(
     assert found.tobytes() == expected.tobytes()
 
 
-def test_a_square_weight_of_an_unknown_family_is_not_turned_by_the_flag_alone() -> None:
+def test_a_square_weight_of_an_unknown_family_is_not_turned_by_the_flag_alone():
     shapes = {"m.weight": (4, 4), "m.lora_A.weight": (2, 4), "m.lora_B.weight": (4, 2)}
     entries = {name: TensorEntry(name, "float32", shape, ()) for name, shape in shapes.items()}
     base = Catalog("", {"m.weight": entries.pop("m.weight")}, {})
@@ -151,7 +143,7 @@ def test_a_square_weight_of_an_unknown_family_is_not_turned_by_the_flag_alone() 
     assert merged.merged == ("m.weight",)
 
 
-def test_turned_weights_that_are_not_square_are_recognized_by_their_shape(tmp_path: Path) -> None:
+def test_turned_weights_that_are_not_square_are_recognized_by_their_shape(tmp_path):
     before = model(tmp_path / "hf", GPT2)
     wide = "transformer.h.0.mlp.c_fc"
     both = pair(wide, 48, 12) | pair(SQUARE_GPT2, 12, 12, seed=3)
@@ -162,7 +154,7 @@ def test_turned_weights_that_are_not_square_are_recognized_by_their_shape(tmp_pa
         assert after[f"{name}.weight"].tobytes() == expected.tobytes(), name
 
 
-def test_an_embedding_and_weights_held_whole(tmp_path: Path) -> None:
+def test_an_embedding_and_weights_held_whole(tmp_path):
     """PEFT saves an adapted embedding's base beside its adapter; what was trained whole comes without one."""
     before = model(tmp_path / "hf")
     embed = "model.embed_tokens"
@@ -188,7 +180,7 @@ def test_an_embedding_and_weights_held_whole(tmp_path: Path) -> None:
     assert f"taken from the adapter, which holds them whole: lm_head.weight, {embed}.weight" in report.notes
 
 
-def test_a_quantized_base_is_merged_as_it_is_dequantized(tmp_path: Path) -> None:
+def test_a_quantized_base_is_merged_as_it_is_dequantized(tmp_path):
     base = fp8_blocks()
     source = base.save(tmp_path / "hf")
     name = next(key for key in base.plain if key.endswith("layers.1.self_attn.o_proj.weight"))
@@ -242,17 +234,17 @@ MISFITS: dict[str, tuple[type[CkptError], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", MISFITS)
-def test_what_does_not_fit_is_named(name: str, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_named(name, tmp_path):
     error, tensors, message = MISFITS[name]
     assert message in refused(error, tensors, tmp_path)
 
 
-def test_every_misfit_is_named_at_once(tmp_path: Path) -> None:
+def test_every_misfit_is_named_at_once(tmp_path):
     text = refused(MappingError, pair(Q, 15, 12) | pair("a.b", 2, 2) | {"c.weight": numbers(0, 2)}, tmp_path)
     assert text.count("\n  - ") == 3
 
 
-def test_matrices_of_a_conv1d_for_a_linear_are_refused(tmp_path: Path) -> None:
+def test_matrices_of_a_conv1d_for_a_linear_are_refused(tmp_path):
     square = {**LLAMA, "num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 12}
     tensors = pair("model.layers.0.self_attn.k_proj", 4, 12) | pair("model.layers.0.mlp.gate_proj", 12, 10)
     text = refused(MappingError, tensors | pair(Q, 12, 12), tmp_path, base=square)
@@ -287,9 +279,7 @@ def of_both(embedding: str, changed: str) -> dict[str, Any]:
        for tie in (False, True)),
      *((base, changed, True) for base in ("class", "GPT-2") for changed in ("E", "e"))],
 )  # fmt: skip
-def test_embedding_and_head_of_a_tied_model_stay_one_weight(
-    changed: str, tie: bool, base: str, tmp_path: Path
-) -> None:
+def test_embedding_and_head_of_a_tied_model_stay_one_weight(changed, tie, base, tmp_path):
     """peft trains them apart unless ensure_weight_tying is set; no tied model holds what it trained then."""
     config, embedding = TIED[base]
     tensors, settings = of_both(embedding, changed), {"ensure_weight_tying": tie}
@@ -309,9 +299,7 @@ def test_embedding_and_head_of_a_tied_model_stay_one_weight(
      ("qwen2_embedding_saved", "was trained"), ("qwen2_embedding_lora", "was trained"),
      ("gemma_embedding_lora", "was trained")],
 )  # fmt: skip
-def test_adapters_that_users_trained_on_tied_models(
-    adapter: str, message: str | None, user_cases: Path, tmp_path: Path
-) -> None:
+def test_adapters_that_users_trained_on_tied_models(adapter, message, user_cases, tmp_path):
     folder = user_cases / "peft_tied_embeddings"
     source, place = folder / f"base_{adapter.partition('_')[0]}", folder / adapter
     if message is None:
@@ -366,13 +354,13 @@ WRONG_KINDS: list[tuple[dict[str, Any], str]] = [
      *((MappingError, {**CONFIG, **one}, said) for one, said in WRONG_KINDS),
      *((UnsupportedCheckpointError, one, "adapter_config.json is not an object") for one in NO_OBJECTS)],
 )  # fmt: skip
-def test_settings_that_are_not_merged(error: type[CkptError], config: Any, message: str) -> None:
+def test_settings_that_are_not_merged(error, config, message):
     with pytest.raises(error) as caught:
         read_peft_settings(config)
     assert message in str(caught.value)
 
 
-def test_settings_without_a_part_in_what_is_added_are_skipped() -> None:
+def test_settings_without_a_part_in_what_is_added_are_skipped():
     settings = read_peft_settings({
         **CONFIG, "task_type": "CAUSAL_LM", "lora_dropout": 0.1, "target_modules": ["q_proj"], "bias": "all",
         "modules_to_save": ["lm_head"], "init_lora_weights": "gaussian", "megatron_core": "megatron.core",
@@ -387,7 +375,7 @@ def test_settings_without_a_part_in_what_is_added_are_skipped() -> None:
      ("^model.layers.0.self_attn.q_proj", True), ("^layers.0.self_attn.q_proj", False), (r"layers\.\d.q_proj", None),
      (".*q_proj", True), ("layers.1.*", False), ("layers.0.*", True), ("q_proj$", True)],
 )  # fmt: skip
-def test_patterns_are_looked_up_as_peft_does(pattern: str, fits: bool | None) -> None:
+def test_patterns_are_looked_up_as_peft_does(pattern, fits):
     """peft utils/other.py `get_pattern_key`: a pattern stands for the end of a name, after a dot."""
     config = {**CONFIG, "alpha_pattern": {pattern: 8}}
     if fits is None:
@@ -413,7 +401,7 @@ ELSEWHERE = [
 
 
 @pytest.mark.parametrize(("config", "message"), ELSEWHERE)
-def test_an_adapter_of_other_places_is_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_an_adapter_of_other_places_is_refused(config, message, tmp_path):
     text = refused(MappingError, pair(Q, 16, 12), tmp_path, config)
     assert message in text.splitlines()[1] and len(text.splitlines()) == 2
 
@@ -439,9 +427,7 @@ UNTRIED = r"(?:.*?self_attn)+\.q_proj"
         ({"exclude_modules": "("}, ["exclude_modules '(' is a pattern that is not tried here"]),
     ],
 )
-def test_an_adapter_of_the_places_that_are_named_is_merged(
-    config: dict[str, Any], notes: list[str], tmp_path: Path
-) -> None:
+def test_an_adapter_of_the_places_that_are_named_is_merged(config, notes, tmp_path):
     before, matrices = model(tmp_path / "hf"), pair(Q, 16, 12)
     place = peft(tmp_path / "peft", matrices, config)
     report = merge(tmp_path / "hf", place, tmp_path / "out")
@@ -454,7 +440,7 @@ def test_an_adapter_of_the_places_that_are_named_is_merged(
 
 @pytest.mark.parametrize("side", "AB")
 @pytest.mark.parametrize("odd", [np.nan, np.inf])
-def test_a_tensor_that_is_not_finite_is_named(side: str, odd: float, tmp_path: Path) -> None:
+def test_a_tensor_that_is_not_finite_is_named(side, odd, tmp_path):
     model(tmp_path / "hf")
     tensors = pair(Q, 16, 12)
     tensors[f"{Q}.lora_{side}.weight"][1, 1] = odd
@@ -467,7 +453,7 @@ def test_a_tensor_that_is_not_finite_is_named(side: str, odd: float, tmp_path: P
     assert not (tmp_path / "out_run" / "release").exists()
 
 
-def test_an_output_on_the_base_is_said_to_be_there(tmp_path: Path) -> None:
+def test_an_output_on_the_base_is_said_to_be_there(tmp_path):
     model(tmp_path / "hf")
     base, place = str(tmp_path / "hf"), peft(tmp_path / "peft", pair(Q, 16, 12))
     for output in (base, place):
@@ -476,7 +462,7 @@ def test_an_output_on_the_base_is_said_to_be_there(tmp_path: Path) -> None:
         assert f"the output {output} and the source {output} overlap" in str(caught.value)
 
 
-def test_an_adapter_that_is_no_folder_is_said_to_be_none(tmp_path: Path) -> None:
+def test_an_adapter_that_is_no_folder_is_said_to_be_none(tmp_path):
     model(tmp_path / "hf")
     for name, message in (
         ("nothing", "nothing does not exist"),
@@ -488,7 +474,7 @@ def test_an_adapter_that_is_no_folder_is_said_to_be_none(tmp_path: Path) -> None
                 import_hf(str(tmp_path / "hf"), str(tmp_path / "run"), options)
 
 
-def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
+def test_damaged_and_missing_files_are_named(tmp_path):
     model(tmp_path / "hf")
     place = Path(peft(tmp_path / "peft", pair(Q, 16, 12)))
     (place / "adapter_config.json").write_text("{")
@@ -518,7 +504,7 @@ def export(made: AdapterFolder, base: str | None, tmp_path: Path, **options: Any
     return found
 
 
-def test_parts_of_a_fused_linear_share_its_a(exported: str, tmp_path: Path) -> None:
+def test_parts_of_a_fused_linear_share_its_a(exported, tmp_path):
     made = lora(tp=2, dtype=torch.float32)
     config = export(made, exported, tmp_path)
     found = load_file(tmp_path / "peft" / "adapter_model.safetensors")
@@ -536,7 +522,7 @@ def test_parts_of_a_fused_linear_share_its_a(exported: str, tmp_path: Path) -> N
     assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (3, 6, False)
 
 
-def test_parts_of_their_own_become_linears_of_their_own(exported: str, tmp_path: Path) -> None:
+def test_parts_of_their_own_become_linears_of_their_own(exported, tmp_path):
     made = canonical(tp=2, dtype=torch.float32)
     export(made, exported, tmp_path)
     found = load_file(tmp_path / "peft" / "adapter_model.safetensors")
@@ -548,7 +534,7 @@ def test_parts_of_their_own_become_linears_of_their_own(exported: str, tmp_path:
             assert found[key].tobytes() == whole[1].numpy().tobytes(), key
 
 
-def test_modules_are_named_whole_where_their_last_name_means_others(exported: str, tmp_path: Path) -> None:
+def test_modules_are_named_whole_where_their_last_name_means_others(exported, tmp_path):
     made = AdapterFolder()
     made.add("decoder.layers.1.self_attention.linear_proj.adapter", (), 32, 32)
     made.add(FC2, (2,), 32, 64)
@@ -567,7 +553,7 @@ def test_modules_are_named_whole_where_their_last_name_means_others(exported: st
     assert config["rank_pattern"] == {"model.layers.0.mlp.up_proj": 5}
 
 
-def test_exports_that_cannot_be_are_refused(exported: str, tmp_path: Path) -> None:
+def test_exports_that_cannot_be_are_refused(exported, tmp_path):
     made = lora()
     with pytest.raises(UsageError, match="pass its directory with --hf-config"):
         export(made, None, tmp_path)
@@ -601,9 +587,7 @@ def test_exports_that_cannot_be_are_refused(exported: str, tmp_path: Path) -> No
         ({}, "gate_up_interleaved", False),
     ],
 )
-def test_a_part_is_a_linear_where_its_rows_keep_their_order(
-    part: str, settings: dict[str, Any], layout: str | None, fits: bool
-) -> None:
+def test_a_part_is_a_linear_where_its_rows_keep_their_order(part, settings, layout, fits):
     attention = part in ("q", "k", "v")
     pair: Any = SimpleNamespace(
         rule=SimpleNamespace(layout=layout or ("qkv" if attention else "gate_up")),

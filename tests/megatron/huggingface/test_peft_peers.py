@@ -6,8 +6,6 @@ Numbers are small integers times powers of two, so that no order of summation ro
 bit. Random ones differ by peft's own roundings, at most one step of the weight's type.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path
@@ -104,7 +102,7 @@ def assert_equal(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_peft_merges_to_the_same_bits(variant: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_peft_merges_to_the_same_bits(variant, dtype, tmp_path):
     name, settings = VARIANTS[variant]
     if not settings.keys() <= peft.LoraConfig.__dataclass_fields__.keys():
         pytest.skip("this release of peft has no ensure_weight_tying")
@@ -120,7 +118,7 @@ def test_peft_merges_to_the_same_bits(variant: str, dtype: torch.dtype, tmp_path
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_random_numbers_differ_by_peft_s_roundings_only(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_random_numbers_differ_by_peft_s_roundings_only(dtype, tmp_path):
     model = base("llama3", dtype, tmp_path / "hf", exact=False)
     adapted = trained(model, {"target_modules": LLAMA}, exact=False)
     adapted.save_pretrained(tmp_path / "peft")
@@ -137,7 +135,7 @@ def test_random_numbers_differ_by_peft_s_roundings_only(dtype: torch.dtype, tmp_
 
 
 @pytest.mark.parametrize("make", [lora, canonical])
-def test_a_megatron_adapter_is_merged_by_peft_as_by_us(make: Any, tmp_path: Path) -> None:
+def test_a_megatron_adapter_is_merged_by_peft_as_by_us(make, tmp_path):
     """Out as a PEFT directory, loaded onto the exported base and merged by peft; or merged first and exported."""
     made: AdapterFolder = make(rank=4, alpha=8, dtype=torch.bfloat16, tp=2)
     for module, (a, b) in made.matrices.items():

@@ -3,12 +3,9 @@
 Runs under whatever transformers is installed; `test_transformers.py` runs it under a release.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,7 +54,7 @@ MODELS: dict[str, tuple[Callable[[], Quantized], str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_transformers_dequantizes_to_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_transformers_dequantizes_to_the_same_bits(name, tmp_path):
     make, config, options = MODELS[name]
     package = "compressed_tensors" if config == "CompressedTensorsConfig" else "accelerate"
     pytest.importorskip(package, reason=f"the optional peer {package} is not installed")
@@ -81,7 +78,7 @@ def test_transformers_dequantizes_to_the_same_bits(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
-def test_transformers_quantizes_to_the_same_numbers(scale_fmt: str, tmp_path: Path) -> None:
+def test_transformers_quantizes_to_the_same_numbers(scale_fmt, tmp_path):
     """Its own `Fp8Quantize` on the plain export, tensor by tensor.
 
     It rounds 448 / magnitude, its inverse and the product, DeepSeek's kernel magnitude / 448 and the quotient: three
@@ -121,7 +118,7 @@ def test_transformers_quantizes_to_the_same_numbers(scale_fmt: str, tmp_path: Pa
     assert differ == 0 if scale_fmt == "ue8m0" else differ <= 4
 
 
-def test_transformers_loads_a_quantized_export(tmp_path: Path) -> None:
+def test_transformers_loads_a_quantized_export(tmp_path):
     """Dequantized by transformers it is what our import reads."""
     import_hf(str(fp8().save(tmp_path / "hf")), str(tmp_path / "run"))
     options = ExportOptions(quantize="fp8-block", hf_config=str(tmp_path / "hf"))

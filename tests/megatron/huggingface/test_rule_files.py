@@ -1,7 +1,5 @@
 """Families in files: those that are known, those of a user's own, both ways, and errors that say where they are."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -51,13 +49,13 @@ EXAMPLE = REPO / "example-scripts" / "huggingface_family.yaml"
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_known_family_is_a_file_as_a_user_may_write_it(name: str) -> None:
+def test_a_known_family_is_a_file_as_a_user_may_write_it(name):
     family = load_rule_file(FOLDER / f"{name}.yaml")
     assert family == FAMILIES[name]
     assert not family.like and len(family.rules) > 5 and len(family.fields) > 8
 
 
-def test_only_the_file_that_a_config_names_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_file_that_a_config_names_is_parsed(monkeypatch):
     own, parse, read = load_rule_file(EXAMPLE), known._family, []
 
     def seen(name: str) -> Family:
@@ -75,7 +73,7 @@ def test_only_the_file_that_a_config_names_is_parsed(monkeypatch: pytest.MonkeyP
     )
 
 
-def test_the_example_converts_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_converts_a_model(tmp_path, capsys):
     """By the commands, both ways: the same bytes under the same names, and the same config.json."""
     config = {**BASE, "model_type": "arcee", "hidden_act": "relu2", "mlp_bias": True, "attention_bias": True}
     tensors = directory(config, families=Families(load_rule_file(EXAMPLE)))
@@ -94,9 +92,7 @@ def test_the_example_converts_a_model(tmp_path: Path, capsys: pytest.CaptureFixt
     assert written.items() >= config.items() and written["architectures"] == ["ArceeForCausalLM"]
 
 
-def test_a_file_of_another_name_than_its_family_is_a_fault_of_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_of_another_name_than_its_family_is_a_fault_of_ours(tmp_path, monkeypatch):
     (tmp_path / "lama.yaml").write_text((FOLDER / "llama.yaml").read_text())
     monkeypatch.setattr(known, "FOLDER", tmp_path)
     caches = (known.family_names, known._text, known._family)
@@ -117,7 +113,7 @@ def parts(kind: str) -> list[Any]:
     return [part for one in lists for part in (one if isinstance(one, list) else [one])]
 
 
-def test_every_piece_is_used_and_no_rule_is_written_twice() -> None:
+def test_every_piece_is_used_and_no_rule_is_written_twice():
     """By a family, or by another piece; but for those that only rule files name."""
     unused = {
         name
@@ -131,14 +127,14 @@ def test_every_piece_is_used_and_no_rule_is_written_twice() -> None:
     assert [rule for rule in set(rules) if rules.count(rule) > 1] == []
 
 
-def test_pages_are_what_the_tables_make() -> None:
+def test_pages_are_what_the_tables_make():
     """Otherwise: `python -m tests.megatron.huggingface.family_table`, or `rule_page`. No word lacks a meaning."""
     assert PAGE.read_text() == page() and rule_page.PAGE.read_text() == rule_page.page()
     made = (*DEFAULTS.values(), *JOINED.values(), *(one for _, one in LAYOUTS.values()))
     assert all([*(one.says for one in FORMS.values()), *map(first_line, made)])
 
 
-def test_every_family_is_tested_both_ways() -> None:
+def test_every_family_is_tested_both_ways():
     """As a tiny model of transformers, or by its rules alone."""
     tiny = {family_of(variant) for variant in CONFIGS}
     released = {family_of_config(config).name for config in RELEASED.values()}
@@ -149,14 +145,14 @@ def test_every_family_is_tested_both_ways() -> None:
     assert ruled == KINDS.keys() and BRIDGE.keys() <= ruled
 
 
-def test_the_classes_of_a_release_are_those_that_are_recorded() -> None:
+def test_the_classes_of_a_release_are_those_that_are_recorded():
     transformers = pytest.importorskip(
         "transformers", reason="the optional peer transformers is not installed"
     )
     assert classes()[transformers.__version__] == {kind for kind, _ in installed().values()}
 
 
-def test_what_a_class_takes_without_a_field_counts_for_the_fields_read_with_it() -> None:
+def test_what_a_class_takes_without_a_field_counts_for_the_fields_read_with_it():
     """DeepSeek-V3 without n_group has groups of experts; GPT-OSS without rope_scaling has YaRN."""
     model = read_config(FAMILIES["deepseek_v3"], DEEPSEEK)
     assert (model.moe_router_num_groups, model.moe_router_group_topk) == (8, 4)
@@ -192,7 +188,7 @@ ignored: ['model\\.layers\\.\\d+\\.note']
 """
 
 
-def test_a_family_of_ones_own(tmp_path: Path) -> None:
+def test_a_family_of_ones_own(tmp_path):
     """Llama with fc1 in one tensor and attention sinks, both ways."""
     families = of_text(MINE, tmp_path)
     config = {**LLAMA, "model_type": "mine"}
@@ -208,7 +204,7 @@ def test_a_family_of_ones_own(tmp_path: Path) -> None:
     assert_same(again, tensors)
 
 
-def test_a_family_like_another_replaces_and_leaves_out(tmp_path: Path) -> None:
+def test_a_family_like_another_replaces_and_leaves_out(tmp_path):
     text = "family: mine\nlike: llama\nfields: [rope_parameters]\nwithout: [output_layer.weight]\n"
     family = of_text(text, tmp_path)["mine"]
     assert "rope_parameters" in family.config_fields and "rope_theta" not in family.config_fields
@@ -216,7 +212,7 @@ def test_a_family_like_another_replaces_and_leaves_out(tmp_path: Path) -> None:
     assert known_cores - {rule.core for rule in family.rules} == {"output_layer.weight"}
 
 
-def test_prediction_layers_can_be_left_out(tmp_path: Path) -> None:
+def test_prediction_layers_can_be_left_out(tmp_path):
     """Those of a HybridModel have no rules."""
     families = of_text(
         "family: own\nlike: nemotron_h\nmodel_type: nemotron_h\nfixed: {num_nextn_predict_layers: 1}\n"
@@ -248,9 +244,7 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 @pytest.mark.parametrize(
     "scaling", [None, {"rope_type": "linear", "factor": 2.0}, YARN, {**YARN, "rope_type": "yarn"}]
 )
-def test_rope_parameters_are_read_in_either_spelling_and_written_as_one(
-    scaling: dict[str, Any] | None, tmp_path: Path
-) -> None:
+def test_rope_parameters_are_read_in_either_spelling_and_written_as_one(scaling, tmp_path):
     families = of_text(NESTED_LLAMA, tmp_path)
     of_4 = {**LLAMA, "rope_theta": 500.0, "rope_scaling": scaling}
     plain = {key: value for key, value in (scaling or {"rope_type": "default"}).items() if key != "type"}
@@ -275,7 +269,7 @@ def test_rope_parameters_are_read_in_either_spelling_and_written_as_one(
         imported(half, tensors, families=families)
 
 
-def test_a_part_of_each_head_in_rope_parameters(tmp_path: Path) -> None:
+def test_a_part_of_each_head_in_rope_parameters(tmp_path):
     families = of_text(PARTIAL, tmp_path)
     nested = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
     config = {**{key: value for key, value in LLAMA.items() if "rope" not in key}, "rope_parameters": nested}
@@ -325,7 +319,7 @@ DEMANDED = "fixed: {partial_rotary_factor: 0.5, attention_bias: true, use_qk_nor
 
 
 @pytest.mark.parametrize("rules", [f"rules:{QKV}\nwithout:{NO_MLA}\n", ""])
-def test_another_attention_than_that_of_the_known_family(rules: str, tmp_path: Path) -> None:
+def test_another_attention_than_that_of_the_known_family(rules, tmp_path):
     """GLM-4.5 by a rule file alone, prediction layer included, gives what the built-in family gives."""
     path = tmp_path / "glm.yaml"
     tensors = directory(GLM)
@@ -350,7 +344,7 @@ like: qwen3_moe
 """
 
 
-def test_fields_of_a_config(tmp_path: Path) -> None:
+def test_fields_of_a_config(tmp_path):
     """Carried both ways; a field that a known family has brings its translation along."""
     path = tmp_path / "glm.yaml"
     path.write_text(OF_QWEN)
@@ -402,7 +396,7 @@ copies: [{core: output_layer.weight, hf: 'mtp.{n}.head.weight'}]
 """
 
 
-def test_settings_sizes_and_kinds_of_layers_of_ones_own(tmp_path: Path) -> None:
+def test_settings_sizes_and_kinds_of_layers_of_ones_own(tmp_path):
     """Both ways, and in the prediction module, whose layer is like the last."""
     family = of_text(LETTERS, tmp_path)["letters"]
     families = Families(family)
@@ -502,7 +496,7 @@ WRONG = [
 ]  # fmt: skip
 
 
-def test_several_values_of_a_setting_that_are_admitted(tmp_path: Path) -> None:
+def test_several_values_of_a_setting_that_are_admitted(tmp_path):
     text = LETTERS.replace("gqa, no_bias", "rope, {activation: {one_of: [geglu, swiglu]}}, no_bias")
     families = of_text(text, tmp_path)
     assert families["letters"].needs["activation"] == OneOf(("geglu", "swiglu"))
@@ -516,7 +510,7 @@ def test_several_values_of_a_setting_that_are_admitted(tmp_path: Path) -> None:
     assert "activation is 'quick_geglu'; LettersForCausalLM is one of 'geglu', 'swiglu'" in text
 
 
-def test_what_a_form_reads_with_its_field_is_named(tmp_path: Path) -> None:
+def test_what_a_form_reads_with_its_field_is_named(tmp_path):
     form = "low_rank: {setting: moe_shared_expert_intermediate_size, form: shared_experts}"
     text = LETTERS.replace("low_rank: {setting: low_rank, default: 3}", form)
     family = of_text(text.replace("rank: low_rank", "rank: kv_lora_rank"), tmp_path)["letters"]
@@ -533,9 +527,7 @@ def refused(text: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("old", "new", "said", "line"), WRONG, ids=[one[2][:40] for one in WRONG])
-def test_a_contradiction_is_an_error_with_its_line(
-    old: str, new: str, said: str, line: str | None, tmp_path: Path
-) -> None:
+def test_a_contradiction_is_an_error_with_its_line(old, new, said, line, tmp_path):
     assert old in LETTERS
     text = LETTERS.lstrip("\n").replace(old, new, 1)
     found = [one for one in refused(text, tmp_path)[1:] if said in one]
@@ -568,11 +560,11 @@ def test_a_contradiction_is_an_error_with_its_line(
          "write 1.0e+6 @ $.fields.rope_theta.default (line 2)"),
     ],
 )  # fmt: skip
-def test_errors_name_their_place(text: str, problem: str, tmp_path: Path) -> None:
+def test_errors_name_their_place(text, problem, tmp_path):
     assert problem in refused(text, tmp_path)[0]
 
 
-def test_the_pieces_of_the_package_have_lines_too(tmp_path: Path) -> None:
+def test_the_pieces_of_the_package_have_lines_too(tmp_path):
     text = LETTERS.replace("mlp: feed_forward.", "layer: blocks., mlp: feed_forward.").replace(
         "layer: 'backbone.blocks.{l}.', ", ""
     )
@@ -603,7 +595,7 @@ PLACE = ", $.rules[0] (line 5) of the rule file"
         (f"{NORM}, layout: halves_swapped", f"layout halves_swapped does not fit [12] (hidden){PLACE}"),
     ],
 )
-def test_sizes_that_do_not_fit_name_the_rule(rule: str, problem: str, tmp_path: Path) -> None:
+def test_sizes_that_do_not_fit_name_the_rule(rule, problem, tmp_path):
     families = of_text(f"family: mine\nlike: llama\narchitecture: Mine\nrules:\n  - {{{rule}}}\n", tmp_path)
     tensors, config = directory(LLAMA), {**LLAMA, "model_type": "mine"}
     assert problem in problems(lambda: imported(config, tensors, families=families))
@@ -621,9 +613,7 @@ def test_sizes_that_do_not_fit_name_the_rule(rule: str, problem: str, tmp_path: 
          ["no_rope_freq is [0, 1]", "`needs: {use_mup: true}`", "`fixed: {use_qk_norm: true}`"]),
     ],
 )  # fmt: skip
-def test_a_refusal_names_the_line_to_add(
-    settings: dict[str, Any], config: dict[str, Any], lines: list[str]
-) -> None:
+def test_a_refusal_names_the_line_to_add(settings, config, lines):
     found, megatron = imported(LLAMA, directory(LLAMA))
     text = problems(lambda: export_targets(specs(megatron), {**found.args, **settings}, LLAMA | config))
     assert all(line in text for line in lines)

@@ -1,7 +1,5 @@
 """Settings of Megatron, Bridge and config.json: what is read, what a reference adds; none is passed over."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter
@@ -27,6 +25,7 @@ from ckpt_tools.megatron.huggingface.config.config import (
 )
 from ckpt_tools.megatron.huggingface.config.ledger import arguments, config_fields_of
 from ckpt_tools.megatron.huggingface.config.megatron_args import flat_args, read_model_args
+from ckpt_tools.megatron.huggingface.config.same_model import args_differences, config_differences
 from ckpt_tools.megatron.huggingface.families.families import FAMILIES, load_rule_file
 from ckpt_tools.megatron.huggingface.families.identify import detect_family
 from ckpt_tools.megatron.huggingface.mapping.checks import Spec
@@ -58,7 +57,7 @@ def llama_config(**changes: Any) -> dict[str, Any]:
     return write_config(FAMILIES["llama"], read_model_args({**MLM, **changes}))
 
 
-def test_names_of_all_versions_are_read() -> None:
+def test_names_of_all_versions_are_read():
     model = read_model_args(MLM)
     later = {**MLM, "layernorm_epsilon": 1e-6}
     del later["norm_epsilon"]
@@ -76,11 +75,11 @@ def test_names_of_all_versions_are_read() -> None:
      ({"bf16": False, "fp16": True, "params_dtype": "torch.float32"}, "params_dtype", "float16"),
      ({"bf16": False, "params_dtype": None}, "params_dtype", None)],
 )  # fmt: skip
-def test_what_arguments_mean(args: dict[str, Any], field: str, value: object) -> None:
+def test_what_arguments_mean(args, field, value):
     assert getattr(read_model_args({**MLM, **args}), field) == value
 
 
-def test_rope_scaling_is_what_was_trained() -> None:
+def test_rope_scaling_is_what_was_trained():
     """Megatron-LM trained with factor 8 whatever its args said: then the args alone do not tell."""
     assert llama_config(use_rope_scaling=True, rope_scaling_factor=8.0)["rope_scaling"]["factor"] == 8.0
     open_args = {**MLM, "use_rope_scaling": True, "rope_scaling_factor": 32.0}
@@ -95,7 +94,7 @@ def test_rope_scaling_is_what_was_trained() -> None:
             llama_config(**args)
 
 
-def test_yarn_of_a_reference_is_no_matter_of_course() -> None:
+def test_yarn_of_a_reference_is_no_matter_of_course():
     """Megatron computed what the args say; a reference has the numbers of YaRN where they have only its name."""
     found, megatron = imported(LLAMA, directory(LLAMA))
     plain = {key: value for key, value in found.args.items() if "yarn" not in key}
@@ -108,7 +107,7 @@ def test_yarn_of_a_reference_is_no_matter_of_course() -> None:
             exported(megatron, args, reference)
 
 
-def test_reference_fills_in_and_must_not_contradict() -> None:
+def test_reference_fills_in_and_must_not_contradict():
     _, megatron = imported(LLAMA, directory(LLAMA))
     args = source(json.dumps(LLAMA))[1]
     reference = {**LLAMA, "max_position_embeddings": 4096, "bos_token_id": 3, "quantization_config": None}
@@ -121,7 +120,7 @@ def test_reference_fills_in_and_must_not_contradict() -> None:
     assert "head_dim: the checkpoint has 4, the reference config 8" in text
 
 
-def test_a_reference_alone_describes_a_checkpoint_without_args() -> None:
+def test_a_reference_alone_describes_a_checkpoint_without_args():
     parameters, _ = source(json.dumps(LLAMA))
     made = export_targets(parameters, None, LLAMA)
     assert made.family.name == "llama" and any("holds no args" in note for note in made.notes)
@@ -130,7 +129,7 @@ def test_a_reference_alone_describes_a_checkpoint_without_args() -> None:
     assert "embedding_multiplier is 12" in text
 
 
-def test_what_one_field_says_in_two_ways() -> None:
+def test_what_one_field_says_in_two_ways():
     """transformers 5 refuses an int where it expects a float; layers are dense first; one base is one for all."""
     config = llama_config(norm_epsilon=1, init_method_std=1)
     assert {type(config[k]) for k in ("rope_theta", "rms_norm_eps", "initializer_range")} == {float}
@@ -146,7 +145,7 @@ def test_what_one_field_says_in_two_ways() -> None:
     assert "num_experts is 3 and num_local_experts 4: two names of one setting" in text
 
 
-def test_bridge_provider_is_read() -> None:
+def test_bridge_provider_is_read():
     provider = {
         "num_layers": 2, "hidden_size": 12, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 4,
         "ffn_hidden_size": 10, "seq_length": 32, "vocab_size": 11, "padded_vocab_size": 11,
@@ -167,7 +166,7 @@ def test_bridge_provider_is_read() -> None:
     assert [scaling and scaling["factor"] for scaling in factor32.rope_scaling] == [32.0]
 
 
-def test_transformers_5_spellings_are_read() -> None:
+def test_transformers_5_spellings_are_read():
     new = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}, "dtype": "bfloat16"}
     old = in_v4_form(new)
     assert old["rope_theta"] == 5e5 and old["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
@@ -182,7 +181,7 @@ def test_transformers_5_spellings_are_read() -> None:
     assert in_v4_form(plain)["rope_scaling"] == {"rope_type": "default"}  # null is a scaling for some classes
 
 
-def test_families_without_rules_are_refused() -> None:
+def test_families_without_rules_are_refused():
     with pytest.raises(MappingError, match=r"a vision tower: vision_model\.decoder\.layers\.N\.mlp"):
         detect_family(["vision_model.decoder.layers.3.mlp.linear_fc1.weight"])
     with pytest.raises(MappingError, match="'bert'"):
@@ -217,7 +216,7 @@ def test_families_without_rules_are_refused() -> None:
         (lambda c: values.read_rotated(None, {**c, "no_rope_layer_interval": 2}), (0, 1, 0, 1, 0)),
     ],
 )
-def test_every_layer_has_its_own(found: Any, expected: object) -> None:
+def test_every_layer_has_its_own(found, expected):
     assert found({"num_hidden_layers": 5}) == expected
 
 
@@ -258,14 +257,14 @@ def export(config: dict[str, Any], **args: Any) -> Exported:
     return export_targets(parameters, {**found, **args})
 
 
-def test_every_argument_of_every_release_has_a_class() -> None:
+def test_every_argument_of_every_release_has_a_class():
     known = arguments()
     releases = recorded("megatron_arguments.txt")
     assert len(releases) == 14 and sum(map(len, releases.values())) > 1100
     assert [name for found in releases.values() for name in found if name not in known] == []
 
 
-def test_a_name_has_one_class() -> None:
+def test_a_name_has_one_class():
     data = yaml.safe_load((PACKAGE / "arguments.yaml").read_text())
     assert data.keys() == {"carried", "changes", "shape", "only_with", "irrelevant"}
     count = Counter([*data["carried"], *data["changes"]])
@@ -282,14 +281,14 @@ def test_a_name_has_one_class() -> None:
 
 
 @pytest.mark.parametrize("path", CHECKPOINTS, ids=lambda path: f"{path.parent.name}-{path.name}")
-def test_a_real_checkpoint_brings_no_argument_without_a_class(path: Path) -> None:
+def test_a_real_checkpoint_brings_no_argument_without_a_class(path):
     with open_checkpoint(str(path)) as opened:
         args = flat_args(opened.common.args or opened.common.model_config or {})
     assert [name for name in args if name not in arguments()] == []
 
 
 @pytest.mark.parametrize("name", arguments().changes)
-def test_what_changes_the_forward_pass_is_refused_by_name(name: str) -> None:
+def test_what_changes_the_forward_pass_is_refused_by_name(name):
     change = arguments().changes[name]
     other = OTHERS.get(name, 12.0 if 1 in change.neutral or not change.neutral else True)
     switched = {one: SWITCHED_ON[one] for one in change.only_with if one in SWITCHED_ON}
@@ -300,7 +299,7 @@ def test_what_changes_the_forward_pass_is_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", arguments().changes)
-def test_neutral_values_pass_without_a_word(name: str) -> None:
+def test_neutral_values_pass_without_a_word(name):
     plain = export(QWEN3_MOE)
     spelled = {"megatron.*": {"_target_": "megatron.bridge.models.spec"},
                "megatron.core.models.*": ["megatron.core.models.hybrid.specs", "stack"]}  # fmt: skip
@@ -329,7 +328,7 @@ def test_neutral_values_pass_without_a_word(name: str) -> None:
         {"tensor_model_parallel_size": 8, "lr": 3e-4, "fp8": "hybrid", "apply_query_key_layer_scaling": True},
     ],
 )  # fmt: skip
-def test_what_has_no_effect_passes(args: dict[str, Any]) -> None:
+def test_what_has_no_effect_passes(args):
     assert export(LLAMA, **args) == export(LLAMA)
 
 
@@ -340,11 +339,11 @@ def test_what_has_no_effect_passes(args: dict[str, Any]) -> None:
      {"activation_func": {"_args_": 5}, "gated_linear_unit": True}, {"no_rope_freq": np.arange(2)},
      {"spec": object()}],
 )  # fmt: skip
-def test_values_that_are_not_what_they_must_be(args: dict[str, Any]) -> None:
+def test_values_that_are_not_what_they_must_be(args):
     assert next(iter(args)).split("_")[0] in problems(lambda: export(QWEN3_MOE, **args))
 
 
-def test_unknown_arguments_are_named_when_they_are_set() -> None:
+def test_unknown_arguments_are_named_when_they_are_set():
     unset = dict.fromkeys("abcde") | {"f": False, "g": "", "h": [], "i": {}}
     assert export(LLAMA, **unset) == export(LLAMA)
     notes = export(LLAMA, my_scale=2.5, my_path="x" * 100).notes
@@ -356,14 +355,14 @@ def test_unknown_arguments_are_named_when_they_are_set() -> None:
     assert any("mine_20=20 and 10 more" in one for one in many)
 
 
-def test_unknown_config_fields_are_named_when_they_are_set() -> None:
+def test_unknown_config_fields_are_named_when_they_are_set():
     tensors = specs(directory(LLAMA))
     assert import_targets(tensors, {**LLAMA, "one": None, "two": False}).notes == ()
     (note,) = import_targets(tensors, {**LLAMA, "my_scale": 2.5}).notes
     assert "not known to this version" in note and "my_scale=2.5" in note
 
 
-def test_a_rule_file_does_not_bypass_the_ledger(tmp_path: Path) -> None:
+def test_a_rule_file_does_not_bypass_the_ledger(tmp_path):
     """Unless it says that its architecture computes the value; then no other one is taken."""
     config = {**LLAMA, "model_type": "mine"}
 
@@ -388,7 +387,7 @@ def test_a_rule_file_does_not_bypass_the_ledger(tmp_path: Path) -> None:
     assert "embedding_multiplier is 12" in text
 
 
-def test_every_field_of_every_configuration_class_has_a_class() -> None:
+def test_every_field_of_every_configuration_class_has_a_class():
     fields = recorded("config_json_fields.txt")
     assert fields.keys() == {"any", *FAMILIES}
     for name, family in FAMILIES.items():
@@ -401,7 +400,7 @@ def test_every_field_of_every_configuration_class_has_a_class() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("name", config_fields_of("llama").changes)
-def test_config_fields_that_change_the_forward_pass_are_refused(family: str, name: str) -> None:
+def test_config_fields_that_change_the_forward_pass_are_refused(family, name):
     """On import, and as a reference of an export; neutral values are not."""
     config = {"llama": LLAMA, "qwen3_moe": QWEN3_MOE}[family]
     parameters, args = source(json.dumps(config))
@@ -422,7 +421,7 @@ def test_config_fields_that_change_the_forward_pass_are_refused(family: str, nam
     ("name", "fused", "written"),
     [("gelu_new", True, "gelu_new"), ("gelu_pytorch_tanh", True, "gelu_new"), ("gelu", False, "gelu")],
 )
-def test_the_gelu_that_is_computed(name: str, fused: bool, written: str) -> None:
+def test_the_gelu_that_is_computed(name, fused, written):
     """Megatron's fused GELU is the approximation by tanh, its plain one is not."""
     config = {**config_of("gpt2"), "activation_function": name}
     assert source(json.dumps(config))[1]["bias_gelu_fusion"] is fused
@@ -434,9 +433,7 @@ def test_the_gelu_that_is_computed(name: str, fused: bool, written: str) -> None
 @pytest.mark.parametrize(
     ("mscale", "all_dim", "factor"), [(1.0, 0.0, None), (None, None, None), (1.0, 1.0, 1.0), (0.0, 0.0, 1.0)]
 )
-def test_the_attention_factor_of_yarn(
-    mscale: float | None, all_dim: float | None, factor: float | None
-) -> None:
+def test_the_attention_factor_of_yarn(mscale, all_dim, factor):
     """transformers takes 0.1 ln(factor) + 1 unless told; Megatron a quotient of two such terms."""
     yarn = {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "mscale": mscale}
     scaling = export(LLAMA, **yarn, mscale_all_dim=all_dim, use_rotary_position_embeddings=False).config[
@@ -454,7 +451,7 @@ LOOP.append(LOOP)
     [({"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "type is ['aux_loss', 'sinkhorn']"),
      ({"no_rope_freq": LOOP}, "no_rope_freq is [[...]]")],
 )  # fmt: skip
-def test_lists_are_looked_into(args: dict[str, Any], said: str) -> None:
+def test_lists_are_looked_into(args, said):
     assert export(QWEN3_MOE, moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"]) == export(QWEN3_MOE)
     assert said in problems(lambda: export(QWEN3_MOE, **args))
 
@@ -470,7 +467,7 @@ def test_lists_are_looked_into(args: dict[str, Any], said: str) -> None:
        "rope_scaling"])],
     ids=["biases", "gemma3"],
 )  # fmt: skip
-def test_fields_come_back_without_a_reference(config: dict[str, Any], fields: list[str]) -> None:
+def test_fields_come_back_without_a_reference(config, fields):
     made = export(config).config
     assert {name: made[name] for name in fields} == {name: config[name] for name in fields}
 
@@ -506,7 +503,7 @@ KINDS: tuple[dict[str, Any], ...] = (
      *({name: value} for name in ("num_experts_per_tok", "moe_intermediate_size") for value in COUNTS)],
     ids=str,
 )  # fmt: skip
-def test_what_no_config_says(change: dict[str, Any]) -> None:
+def test_what_no_config_says(change):
     """Counts are never rounded, and nothing is built of sizes that no model has."""
     began = time.process_time()
     with pytest.raises(MappingError, match=f"{next(iter(change))} is |config"):
@@ -524,7 +521,7 @@ def test_what_no_config_says(change: dict[str, Any]) -> None:
       "linear_attention_freq": 2}],
     ids=str,
 )  # fmt: skip
-def test_what_no_arguments_say(change: dict[str, Any]) -> None:
+def test_what_no_arguments_say(change):
     began = time.process_time()
     with pytest.raises(MappingError):
         read_model_args(ARGS | change)
@@ -535,7 +532,7 @@ def test_what_no_arguments_say(change: dict[str, Any]) -> None:
     ("config", "field"),
     [(QWEN3_NEXT, "linear_num_key_heads"), (NEMOTRON_H, "mamba_num_heads"), (NEMOTRON_H, "n_groups")],
 )
-def test_sizes_of_no_hybrid(config: dict[str, Any], field: str) -> None:
+def test_sizes_of_no_hybrid(config, field):
     for value in (0, 10**9, "8", 2.5):
         assert f"{field} is " in problems(lambda v=value: import_targets({}, {**config, field: v}))
 
@@ -560,7 +557,7 @@ class Asked(dict[str, Any]):
         return super().__contains__(name)
 
 
-def test_what_is_carried_is_read() -> None:
+def test_what_is_carried_is_read():
     llama, moe, mla = (source(json.dumps(config))[1] for config in (LLAMA, QWEN3_MOE, DEEPSEEK))
     bare = {"num_layers": 2, "hidden_size": 12, "num_attention_heads": 4}
     variants: list[Mapping[str, Any]] = [
@@ -588,7 +585,7 @@ def is_refused(read: Any, *args: Any) -> bool:
     return False
 
 
-def test_any_value_of_any_argument_is_read_or_refused() -> None:
+def test_any_value_of_any_argument_is_read_or_refused():
     names: set[str] = set()
     for kind in KINDS:
         read_model_args(Asked(ARGS | kind, names))
@@ -597,7 +594,7 @@ def test_any_value_of_any_argument_is_read_or_refused() -> None:
     assert sum(is_refused(read_model_args, args) for args in tried) > 1000
 
 
-def test_any_value_in_a_config_is_read_or_refused() -> None:
+def test_any_value_in_a_config_is_read_or_refused():
     names = (*QWEN, "rope_scaling", "rope_parameters", "layer_types", "sliding_window", "num_local_experts")
     tried = [QWEN | {name: value} for name in names for value in STRANGE]
     assert (
@@ -610,7 +607,66 @@ def test_any_value_in_a_config_is_read_or_refused() -> None:
     ("name", "value"),
     [("rope_scaling", [1]), ("rope_scaling", 5), ("hidden_size", None), ("num_attention_heads", None)],
 )
-def test_a_field_of_another_kind_is_named_in_words(name: str, value: Any) -> None:
+def test_a_field_of_another_kind_is_named_in_words(name, value):
     with pytest.raises(MappingError, match=name) as caught:
         read_config(FAMILIES["llama"], {**LLAMA, name: value})
     assert "Error" not in str(caught.value)
+
+
+GELU = {"bias_gelu_fusion": True}
+LLAMA_CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "of_model", "noted"),
+    [
+        ({"rotary_base": 10000}, {"rotary_base": 5.0}, ["rotary_base"], []),
+        ({"rotary_base": 10000}, {"rotary_base": 10000.0}, [], []),
+        ({"normalization": "RMSNorm"}, {"normalization": "LayerNorm"}, ["normalization"], []),
+        ({"layernorm_epsilon": 1e-5}, {"layernorm_epsilon": 1e-6}, ["layernorm_epsilon"], []),
+        ({"swiglu": True}, {"swiglu": False}, ["swiglu"], []),
+        ({"num_attention_heads": 4}, {"num_attention_heads": 2}, ["num_attention_heads"], []),
+        ({"position_embedding_type": "rope"}, {"position_embedding_type": "none"}, ["position_embedding_type"], []),
+        ({"untie_embeddings_and_output_weights": True}, {"untie_embeddings_and_output_weights": False},
+         ["untie_embeddings_and_output_weights"], []),
+        ({"window_size": None}, {"window_size": (7, 0)}, ["window_size"], []),
+        ({"window_size": [7, 0]}, {"window_size": (7, 0)}, [], []),
+        ({"qk_l2_norm": None}, {"qk_l2_norm": False}, [], []),
+        ({"qk_l2_norm": True}, {"qk_l2_norm": False}, ["qk_l2_norm"], []),
+        ({"num_layers": 2, "moe_layer_freq": 1}, {"num_layers": 2, "moe_layer_freq": [1, 1]}, [], []),
+        ({**GELU, "swiglu": True}, {"bias_gelu_fusion": False, "swiglu": True}, [], []),
+        (GELU, {"bias_gelu_fusion": False}, ["bias_gelu_fusion"], []),
+        ({"attention_dropout": 0.1, "seq_length": 8}, {"attention_dropout": 0.0, "seq_length": 16}, [],
+         ["attention_dropout", "seq_length"]),
+        ({"expert_tensor_parallel_size": 1}, {"expert_tensor_parallel_size": 2}, [], ["expert_tensor_parallel_size"]),
+        ({"lr": 1, "save": "a", "rotary_base": 1}, {"lr": 2, "save": "b"}, [], []),
+        ({"transformer": {"rotary_base": 1}}, {"transformer": {"rotary_base": 2}}, ["rotary_base"], []),
+    ],
+)  # fmt: skip
+def test_args(one, other, of_model, noted):
+    found = list(args_differences(one, other))
+    assert [d.name for d in found if d.is_model] == of_model
+    assert [d.name for d in found if not d.is_model] == noted
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "of_model", "noted"),
+    [
+        ({}, {"model_type": "mistral"}, ["model_type"], []),
+        ({}, {"rope_theta": 5}, ["rope_theta"], []),
+        ({}, {"rope_theta": 10000, "transformers_version": "5", "eos_token_id": 3}, [], []),
+        ({}, {"rope_theta": 10000, "rope_parameters": {"rope_type": "default", "rope_theta": 10000}}, [], []),
+        ({"tie_word_embeddings": True}, {"tie_word_embeddings": False}, ["tie_word_embeddings"], []),
+        ({"tie_word_embeddings": True}, {}, ["tie_word_embeddings"], []),
+        ({"rms_norm_eps": 1e-5}, {"rms_norm_eps": 1e-6}, ["rms_norm_eps"], []),
+        ({"initializer_range": 1, "max_position_embeddings": 8},
+         {"initializer_range": 2, "max_position_embeddings": 9}, [],
+         ["initializer_range", "max_position_embeddings"]),
+        ({"text_config": {"model_type": "llama", "rope_theta": 1}}, {"text_config": {"model_type": "llama",
+          "rope_theta": 2}}, ["text_config.rope_theta"], []),
+    ],
+)  # fmt: skip
+def test_configs(one, other, of_model, noted):
+    found = list(config_differences({**LLAMA_CONFIG, **one}, {**LLAMA_CONFIG, **other}))
+    assert [d.name for d in found if d.is_model] == of_model
+    assert [d.name for d in found if not d.is_model] == noted

@@ -1,10 +1,7 @@
 """What export and import account for: names, shapes, vocabularies, norms, heads, prediction layers."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +28,7 @@ from tests.megatron.huggingface.models import config_of
 from tests.megatron.huggingface.released import GLM
 
 
-def test_every_problem_of_an_export_is_named() -> None:
+def test_every_problem_of_an_export_is_named():
     found, megatron = imported(QWEN3_MOE, directory(QWEN3_MOE))
     parameters = specs(megatron)
     del parameters["decoder.layers.1.mlp.experts.experts.2.linear_fc2.weight"]
@@ -48,7 +45,7 @@ def test_every_problem_of_an_export_is_named() -> None:
     assert text.count("\n  - ") == 5
 
 
-def test_every_problem_of_an_import_is_named() -> None:
+def test_every_problem_of_an_import_is_named():
     tensors = specs(directory(QWEN3_MOE))
     del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
     tensors["model.norm.weight"] = Spec("float32", (13,))
@@ -69,7 +66,7 @@ def test_every_problem_of_an_import_is_named() -> None:
      ({"reward_head.0.weight": (30, 12), "reward_head.2.weight": (1, 30)}, True),
      ({"model.layers.0.score.weight": (1, 12)}, False), ({"projector.weight": (12, 5)}, False)],
 )  # fmt: skip
-def test_the_head_of_another_model_is_named(heads: dict[str, Any], is_head: bool, tied: bool) -> None:
+def test_the_head_of_another_model_is_named(heads, is_head, tied):
     """Beside the head of a language model (TRL), or in its place."""
     config = {**LLAMA, "tie_word_embeddings": tied, "architectures": ["RewardModel"]}
     tensors = {**specs(directory(config)), **{name: Spec("float32", shape) for name, shape in heads.items()}}
@@ -85,7 +82,7 @@ def test_the_head_of_another_model_is_named(heads: dict[str, Any], is_head: bool
         tensors.pop("lm_head.weight", None)
 
 
-def test_vocabulary_is_padded_with_zeros_and_cut_again() -> None:
+def test_vocabulary_is_padded_with_zeros_and_cut_again():
     tensors = directory(LLAMA)
     found, megatron = imported(LLAMA, tensors, multiple=8)
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
@@ -107,7 +104,7 @@ def test_vocabulary_is_padded_with_zeros_and_cut_again() -> None:
 @pytest.mark.parametrize(
     ("kind", "centred", "offset"), [("gemma", False, -1.0), ("gemma", True, 0), ("llama", True, 1.0)]
 )
-def test_norms_are_offset_by_the_convention(kind: str, centred: bool, offset: float) -> None:
+def test_norms_are_offset_by_the_convention(kind, centred, offset):
     """Gemma computes 1 + w. Megatron stores w with zero-centred gamma, 1 + w without."""
     config = {**LLAMA, "model_type": kind}
     tensors = directory(config)
@@ -120,7 +117,7 @@ def test_norms_are_offset_by_the_convention(kind: str, centred: bool, offset: fl
         np.testing.assert_allclose(again[key], array, atol=2e-7)  # x + 1 - 1 is not the identity in float32
 
 
-def test_local_layer_spec_names_are_accepted() -> None:
+def test_local_layer_spec_names_are_accepted():
     tensors = directory(QWEN3_MOE)
     found, megatron = imported(QWEN3_MOE, tensors)
     renamed = {
@@ -138,9 +135,7 @@ def test_local_layer_spec_names_are_accepted() -> None:
     [({**LLAMA, "tie_word_embeddings": True}, "model.embed_tokens.weight", "lm_head.weight"),
      (config_of("gpt_neox_tanh"), "gpt_neox.embed_in.weight", "embed_out.weight")],
 )  # fmt: skip
-def test_tied_head_is_not_written_and_a_stored_one_is_to_be_proven_equal(
-    config: dict[str, Any], embedding: str, head: str
-) -> None:
+def test_tied_head_is_not_written_and_a_stored_one_is_to_be_proven_equal(config, embedding, head):
     tensors = directory(config)
     assert head not in tensors and head in directory({**config, "tie_word_embeddings": False})
     found, megatron = imported(config, {**tensors, head: tensors[embedding]})
@@ -152,7 +147,7 @@ def test_tied_head_is_not_written_and_a_stored_one_is_to_be_proven_equal(
 
 
 @pytest.mark.parametrize("config", [DEEPSEEK, GLM], ids=lambda config: config["model_type"])
-def test_prediction_layers_with_copies(config: dict[str, Any]) -> None:
+def test_prediction_layers_with_copies(config):
     """MTP layer i is layer L + i; the releases repeat embedding and head there, Megatron does not store them."""
     tensors, count = directory(config), config["num_nextn_predict_layers"]
     assert {
@@ -184,9 +179,7 @@ def test_prediction_layers_with_copies(config: dict[str, Any]) -> None:
     [("gpt2", "transformer.", {f"h.{i}.attn.bias" for i in range(2)}),
      ("gpt_neox_tanh", "gpt_neox.", {"layers.0.attention.masked_bias"})],
 )  # fmt: skip
-def test_directories_saved_from_a_bare_model_and_masks_are_read(
-    variant: str, prefix: str, masks: set[str]
-) -> None:
+def test_directories_saved_from_a_bare_model_and_masks_are_read(variant, prefix, masks):
     """The released `gpt2` spells its names without `transformer.` and stores its causal masks."""
     config = config_of(variant)
     tensors = directory(config)
@@ -196,7 +189,7 @@ def test_directories_saved_from_a_bare_model_and_masks_are_read(
     assert_same(megatron, imported(config, tensors)[1])
 
 
-def test_weights_that_cannot_become_one_are_refused() -> None:
+def test_weights_that_cannot_become_one_are_refused():
     tensors = specs(directory(QWEN3_MOE))
     tensors["model.layers.0.mlp.experts.1.up_proj.weight"] = Spec("bfloat16", (6, 12))
     assert "become one parameter" in problems(lambda: import_targets(tensors, QWEN3_MOE))
@@ -209,7 +202,7 @@ def test_weights_that_cannot_become_one_are_refused() -> None:
     )
 
 
-def test_deepseek_v3_has_the_tensors_of_its_release() -> None:
+def test_deepseek_v3_has_the_tensors_of_its_release():
     """Megatron-Bridge #5790 counted the released model: 46,183 tensors, 684,489,845,504 values, copies included."""
     config = {
         **DEEPSEEK, "vocab_size": 129280, "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
@@ -239,7 +232,7 @@ def test_deepseek_v3_has_the_tensors_of_its_release() -> None:
      ("model.language_model.", "model.", "the language model in a model of several parts"),
      ("student.", "", "that of a model which has this one inside")],
 )  # fmt: skip
-def test_a_prefix_before_all_names_is_named(prefix: str, drop: str, why: str) -> None:
+def test_a_prefix_before_all_names_is_named(prefix, drop, why):
     """In place of a list in which everything is missing; a tensor that is missing indeed is listed as ever."""
     plain = directory(LLAMA)
     wrapped = {prefix + name.removeprefix(drop): array for name, array in plain.items()}
@@ -252,7 +245,7 @@ def test_a_prefix_before_all_names_is_named(prefix: str, drop: str, why: str) ->
     assert "lm_head.weight [11, 12] is missing" in problems(lambda: imported(LLAMA, beside))
 
 
-def test_expert_biases_are_float32_and_it_is_said() -> None:
+def test_expert_biases_are_float32_and_it_is_said():
     """Megatron keeps them so, and so does the class; releases such as Moonlight's have them in bfloat16."""
     tensors = specs(directory(DEEPSEEK))
     biases = [key for key in tensors if key.endswith("e_score_correction_bias")]
@@ -272,7 +265,7 @@ def test_expert_biases_are_float32_and_it_is_said() -> None:
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v2"])
-def test_no_shared_expert_is_zero_of_them(kind: str) -> None:
+def test_no_shared_expert_is_zero_of_them(kind):
     """transformers multiplies by it: null fails in both majors, 0 computes the same (test_families)."""
     config = {key: value for key, value in DEEPSEEK.items() if key != "num_nextn_predict_layers"}
     config |= {"model_type": kind, "n_shared_experts": 0}

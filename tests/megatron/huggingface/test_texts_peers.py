@@ -4,8 +4,6 @@
 a text: by refusing a value or holding another, or where its docstring names that very release.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re
@@ -51,7 +49,7 @@ HELD = {name: text for name, text in TEXTS.items() if text["model_type"] in CLAS
 
 
 @pytest.mark.parametrize("name", HELD)
-def test_its_class_holds_what_a_text_says(name: str) -> None:
+def test_its_class_holds_what_a_text_says(name):
     """A window that `use_sliding_window` turns off apart."""
     text = json.loads(json.dumps(TEXTS[name]))
     made = CLASSES[text["model_type"]].from_dict(dict(text))
@@ -65,7 +63,7 @@ def test_its_class_holds_what_a_text_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in POPULAR if name in HELD])
-def test_a_class_that_names_the_release_takes_what_it_says(name: str) -> None:
+def test_a_class_that_names_the_release_takes_what_it_says(name):
     text = TEXTS[name]
     kind = CLASSES[text["model_type"]]
     source = inspect.getsource(sys.modules[kind.__module__])

@@ -1,7 +1,5 @@
 """What tells a family without a config.json: every line and every word of the table; and what is refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 
@@ -67,7 +65,7 @@ def without(lines: Sequence[Line], number: int, word: str | None) -> list[Line]:
     return [*lines[:number], *less, *lines[number + 1 :]]
 
 
-def test_words_are_known() -> None:
+def test_words_are_known():
     known = table.PARTS.keys() | table.SETTINGS.keys()
     said = {word.removeprefix("no ") for _, line in table.FAMILIES_TOLD for word in line}
     assert said == known and not table.PARTS.keys() & table.SETTINGS.keys()
@@ -78,7 +76,7 @@ def test_words_are_known() -> None:
 CHANGES = [(number, word) for number, (_, line) in enumerate(table.FAMILIES_TOLD) for word in (None, *line)]
 
 
-def test_every_line_and_every_word_of_the_table_counts() -> None:
+def test_every_line_and_every_word_of_the_table_counts():
     right = told(table.FAMILIES_TOLD)
     assert right == [*(LIKE.get(variant, family_of(variant)) for variant in CONFIGS), *MADE.values()]
     idle = [
@@ -94,7 +92,7 @@ def test_every_line_and_every_word_of_the_table_counts() -> None:
     [("smollm3", "smollm3"), ("exaone_moe", "exaone_moe"), ("phi3_partial", "phi3"), ("olmoe", "olmoe"),
      ("persimmon_plain", "gpt_neox or persimmon")],
 )  # fmt: skip
-def test_a_family_that_does_not_fit_names_those_that_do(variant: str, names: str) -> None:
+def test_a_family_that_does_not_fit_names_those_that_do(variant, names):
     """Without config.json, one of several families with the same parameters is told; settings may say it is not."""
     config = config_of(variant)
     found, megatron = imported(config, directory(config))
@@ -106,7 +104,7 @@ def test_a_family_that_does_not_fit_names_those_that_do(variant: str, names: str
     )
 
 
-def test_what_is_refused_is_not_known() -> None:
+def test_what_is_refused_is_not_known():
     source = parse_rule_source(REFUSED.read_bytes(), REFUSED.name, ours=True)
     kinds = [kind for kinds in source.data.values() for kind in kinds]
     known = {

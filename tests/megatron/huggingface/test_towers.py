@@ -1,7 +1,5 @@
 """config.json and names of a vision-language model as the released files have them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +23,7 @@ EMBEDDING = Spec("bfloat16", (262208, 2560))
 NAMES = {"language_model.model.embed_tokens.weight": EMBEDDING}
 
 
-def test_a_text_config_of_few_fields_is_the_model_that_its_class_makes_of_it() -> None:
+def test_a_text_config_of_few_fields_is_the_model_that_its_class_makes_of_it():
     """Gemma 3 of 4B parameters leaves out what its class has anyway; so does what an export writes back."""
     tower = language_tower(RELEASED, NAMES)
     model = read_config(FAMILIES["gemma3"], tower.config)
@@ -40,7 +38,7 @@ def test_a_text_config_of_few_fields_is_the_model_that_its_class_makes_of_it() -
                     "text_config": {**RELEASED["text_config"], "vocab_size": 262300}}  # fmt: skip
 
 
-def test_stored_norms_of_queries_and_keys_are_computed_whatever_the_settings_say() -> None:
+def test_stored_norms_of_queries_and_keys_are_computed_whatever_the_settings_say():
     """Bridge's Gemma 3; those of latent attention are others."""
     norm = "decoder.layers.0.self_attention.q_layernorm.weight"
     assert with_stored_norms(SMALLEST, [norm]).qk_layernorm
@@ -52,9 +50,7 @@ def test_stored_norms_of_queries_and_keys_are_computed_whatever_the_settings_say
 @pytest.mark.parametrize("has_head", [False, True])
 @pytest.mark.parametrize("outer", [None, False, True])
 @pytest.mark.parametrize("inner", [None, False, True])
-def test_a_head_is_the_embedding_where_nothing_denies_it(
-    outer: bool | None, inner: bool | None, has_head: bool
-) -> None:
+def test_a_head_is_the_embedding_where_nothing_denies_it(outer, inner, has_head):
     said = {key: value for key, value in (("outer", outer), ("inner", inner)) if value is not None}
     config = {**RELEASED, "text_config": {**RELEASED["text_config"]}}
     for place, value in said.items():

@@ -3,8 +3,6 @@
 `test_transformers.py` runs this file under either.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from dataclasses import dataclass
@@ -126,7 +124,7 @@ def loaded(loader: Any, folder: Path) -> Any:
     return model.eval()
 
 
-def test_verify_knows_what_the_class_has(case: Case) -> None:
+def test_verify_knows_what_the_class_has(case):
     if case.loader.__name__.startswith("Qwen2VL"):  # whose vision tower has no rules
         (warned,) = names(case.directory)
         assert "19 tensors of other towers than the language model" in warned.message
@@ -134,7 +132,7 @@ def test_verify_knows_what_the_class_has(case: Case) -> None:
         check_names(case.directory, ["lm_head.weight"])
 
 
-def test_back_in_the_whole_model(case: Case, tmp_path: Path) -> None:
+def test_back_in_the_whole_model(case, tmp_path):
     """Every tensor of every tower under its name, bit for bit; config.json as it was; the class computes the same."""
     words = ["--hf-config", str(case.directory), "--tower", "language", "-q"]
     assert run(["export-hf", str(case.run), str(tmp_path / "out"), *words]) == 0
@@ -148,7 +146,7 @@ def test_back_in_the_whole_model(case: Case, tmp_path: Path) -> None:
     assert torch.equal(logits(loaded(case.loader, tmp_path / "out")), case.want)
 
 
-def test_as_a_language_model_of_its_own(case: Case, tmp_path: Path) -> None:
+def test_as_a_language_model_of_its_own(case, tmp_path):
     """The plain class of the family computes for text what the whole model does."""
     words = []
     text = json.loads((case.directory / "config.json").read_text()).get("text_config", {})
@@ -164,13 +162,13 @@ def test_as_a_language_model_of_its_own(case: Case, tmp_path: Path) -> None:
     assert torch.allclose(logits(model), case.want, rtol=0, atol=1e-5)
 
 
-def test_what_the_released_gemma_leaves_out_is_what_the_class_takes() -> None:
+def test_what_the_released_gemma_leaves_out_is_what_the_class_takes():
     whole, defaults = transformers.Gemma3TextConfig().to_dict(), vision_language("gemma3").defaults
     assert {key: whole[key] for key in defaults} == defaults
 
 
 @pytest.mark.parametrize("name", [name for name in vision_language_types() if vision_language(name).rules])
-def test_what_config_json_leaves_out_is_what_the_class_takes(name: str) -> None:
+def test_what_config_json_leaves_out_is_what_the_class_takes(name):
     """`vision` and `whole` of a model's file."""
     kind = vision_language(name)
     config = getattr(transformers, kind.architecture.replace("ForConditionalGeneration", "Config"))()
@@ -184,7 +182,7 @@ def test_what_config_json_leaves_out_is_what_the_class_takes(name: str) -> None:
         }
 
 
-def test_the_whole_model_there_and_back(case: Case, tmp_path: Path) -> None:
+def test_the_whole_model_there_and_back(case, tmp_path):
     """All towers as Bridge has them: every tensor bit for bit, and what the class computes of an image."""
     if not vision_language(json.loads((case.directory / "config.json").read_text())["model_type"]).rules:
         return  # Megatron-Bridge has no model of it
@@ -210,7 +208,7 @@ def test_the_whole_model_there_and_back(case: Case, tmp_path: Path) -> None:
     )
 
 
-def test_the_language_model_of_a_whole_run_alone(case: Case, tmp_path: Path) -> None:
+def test_the_language_model_of_a_whole_run_alone(case, tmp_path):
     """What `--tower language` writes of it, the plain class of the family loads, and computes the same of text."""
     if not vision_language(json.loads((case.directory / "config.json").read_text())["model_type"]).rules:
         return  # Megatron-Bridge has no model of it

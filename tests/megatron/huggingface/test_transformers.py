@@ -1,7 +1,5 @@
 """Tests that need transformers, under its released versions: 4 and 5 write other files and load them otherwise."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -26,7 +24,7 @@ PEERS = Path(os.environ.get("CKPT_TOOLS_PEERS", ""))
         ),
     ],
 )
-def test_under_a_release(version: str, tests: str) -> None:
+def test_under_a_release(version, tests):
     folder = PEERS / f"transformers-{version}"
     if not folder.is_dir():
         pytest.skip(f"CKPT_TOOLS_PEERS has no transformers-{version}")

@@ -1,7 +1,5 @@
 """Directories of tiny vision-language models without transformers: random tensors under the names of the files."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reads what sources show, with numpy and without the engine: the oracle side of the layout tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

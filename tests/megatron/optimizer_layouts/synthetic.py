@@ -4,8 +4,6 @@ Synthetic: no Megatron code wrote them. They stand for what has no real file (`f
 joined buckets, look-alikes) and let a property test choose topology, cuts and contents.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

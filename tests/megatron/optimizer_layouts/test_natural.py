@@ -1,9 +1,9 @@
-"""Optimizer keys that name weights: spellings, prefixes, missing masters, and what is refused."""
-
-from __future__ import annotations
+"""Optimizer keys that name weights: spellings, missing masters, masters or remainders, and what is refused."""
 
 import itertools
 import math
+from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -11,13 +11,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.errors import CorruptCheckpointError, MappingError, UnsupportedCheckpointError
+from ckpt_tools.errors import (
+    CorruptCheckpointError,
+    MappingError,
+    UnsupportedCheckpointError,
+    VerificationError,
+)
+from ckpt_tools.execute.move.read_box import read_box
+from ckpt_tools.formats.dcp.metadata_read import read_catalog
+from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
-from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import model_space_states
+from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates, model_space_states
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog, Chunk, Item, TensorEntry
+from ckpt_tools.model.kernels.casts import Array
+from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.model.views import Select, Source
+from tests.model.test_kernels import masters
+from tests.synthetic import DcpFolder
 
 from .materialise import read_sources
 from .synthetic import MemoryFiles
@@ -39,7 +51,7 @@ def state(kind: str, weight: str = WEIGHT) -> str:
 
 @pytest.mark.parametrize("master", ["param", "fp32_param", ""])
 @pytest.mark.parametrize("prefix", ["", "chained_1."])
-def test_both_spellings_of_masters_and_the_chain_prefix(prefix: str, master: str) -> None:
+def test_both_spellings_of_masters_and_the_chain_prefix(prefix, master):
     stored = {kind: prefix + state(kind) for kind in ("exp_avg", "momentum_buffer", master) if kind}
     made = catalog({WEIGHT: (4, 8, 6), **dict.fromkeys(stored.values(), (4, 8, 6))})
     found = read_optimizer_states(MemoryFiles(), made, CommonState({}, None))
@@ -53,7 +65,7 @@ def test_both_spellings_of_masters_and_the_chain_prefix(prefix: str, master: str
             found.sources("master", WEIGHT)
 
 
-def test_no_optimizer() -> None:
+def test_no_optimizer():
     assert read_optimizer_states(MemoryFiles(), catalog({WEIGHT: (2, 3)}), CommonState({}, None)) is None
 
 
@@ -68,9 +80,7 @@ def test_no_optimizer() -> None:
                         f"exp_avg_sq.{WEIGHT}: Defragment", "there is no weight gone.weight"]),
     ],
 )  # fmt: skip
-def test_states_that_do_not_fit_are_refused_by_name(
-    shapes: dict[str, tuple[int, ...]], dtype: str, error: type[Exception], messages: list[str]
-) -> None:
+def test_states_that_do_not_fit_are_refused_by_name(shapes, dtype, error, messages):
     with pytest.raises(error) as caught:
         model_space_states(catalog({WEIGHT: (4, 6), **shapes}, dict.fromkeys(shapes, dtype)), "x")
     assert [text for text in messages if text not in str(caught.value)] == []
@@ -119,9 +129,7 @@ def cut_shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 @given(cut=cut_shapes(), pieces=st.integers(1, 3), noted=st.booleans(), data=st.data())
-def test_any_cut_is_undone(
-    cut: tuple[tuple[int, ...], tuple[int, ...]], pieces: int, noted: bool, data: st.DataObject
-) -> None:
+def test_any_cut_is_undone(cut, pieces, noted, data):
     """All axes may be cut at once, and any number of leading axes selected; with and without `mcore_data`."""
     shape, fragments = cut
     value = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
@@ -134,7 +142,7 @@ def test_any_cut_is_undone(
     assert got.tobytes() == np.ascontiguousarray(value[lead]).tobytes()
 
 
-def test_one_dimensional_states_before_core_0_11_are_stored_as_they_are() -> None:
+def test_one_dimensional_states_before_core_0_11_are_stored_as_they_are():
     """Synthetic: 1-D states had no entry in `mcore_data` and their own shape, cut by data parallelism only."""
     value = np.arange(12, dtype=np.float32)
     files = MemoryFiles()
@@ -145,7 +153,7 @@ def test_one_dimensional_states_before_core_0_11_are_stored_as_they_are() -> Non
     assert got.tobytes() == value.tobytes()
 
 
-def test_a_note_of_another_shape_is_refused() -> None:
+def test_a_note_of_another_shape_is_refused():
     files = MemoryFiles()
     state = np.zeros((1, 1, 24), np.float32)
     catalog = stored(files, ("w", (4, 6)), state, {"optimizer.state.exp_avg.w": (3, 8)})
@@ -198,9 +206,7 @@ def grouped_mlp(
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("hidden", "ffn"), [(8, 8), (8, 12), (8, 4)])
-def test_legacy_grouped_experts(
-    *, hidden: int, ffn: int, transposed: bool, tp: int, gated: bool, noted: bool
-) -> None:
+def test_legacy_grouped_experts(*, hidden, ffn, transposed, tp, gated, noted):
     """(8, 8): fc2 is square; (8, 4) gated: fc1 is. Shapes decide, unless nothing is cut and no shape noted or
     everything is square; then the training argument does."""
     files, catalog, values = grouped_mlp(hidden, ffn, tp, gated=gated, transposed=transposed, noted=noted)
@@ -209,3 +215,107 @@ def test_legacy_grouped_experts(
     for key, value in values.items():
         got = read_sources(files, catalog, states, states.sources("exp_avg", key, (1, 2)))
         assert got.tobytes() == np.ascontiguousarray(value[1, 2]).tobytes()
+
+
+SHAPE = (6, 300)
+CHUNKS = [Box((0, 0), (2, 300)), Box((2, 0), (4, 300))]
+OTHER = [Box((0, 0), (6, 130)), Box((0, 130), (6, 170))]
+
+
+def numbers(seed: int = 1, shape: tuple[int, ...] = SHAPE) -> tuple[Array, Array, Array]:
+    """bf16 weights, float32 remainders and the masters of both; no master lies midway between two weights."""
+    weight, remainder, _ = masters(np.random.default_rng(seed), shape, exponents=2)
+    remainder = np.where(remainder == -(1 << 15), np.int16(1), remainder).astype(np.int16)
+    joined = ((weight.astype(np.uint32) << 16) + remainder.astype(np.int32).view(np.uint32)).view(np.float32)
+    return weight, remainder.astype(np.float32), joined
+
+
+def common(aware: bool | None) -> CommonState:
+    values = {} if aware is None else {"use_precision_aware_optimizer": aware}
+    return CommonState({}, None, model_config=values)
+
+
+def stored_numbers(
+    folder: Path, tensors: Mapping[str, tuple[Array, Array]], aware: bool | None = True
+) -> tuple[Catalog, OptimizerStates]:
+    """(weight, what stands in the place of its master) by name, read back."""
+    source = DcpFolder(folder)
+    for name, (weight, param) in tensors.items():
+        cut = weight.shape == SHAPE
+        source.tensor(name, "bfloat16", weight, CHUNKS if cut else None)
+        source.tensor(f"optimizer.state.param.{name}", str(param.dtype), param, OTHER if cut else None)
+        source.tensor(f"optimizer.state.exp_avg.{name}", "float32", param.astype(np.float32))
+    source.finish()
+    files = open_files(str(folder))
+    catalog = read_catalog(files)
+    states = read_optimizer_states(files, catalog, common(aware))
+    assert states is not None
+    return Catalog(catalog.root, {**catalog.tensors, **states.payloads}, {}), states
+
+
+def master(folder: Path, catalog: Catalog, states: OptimizerStates, name: str) -> bytes:
+    shape = catalog.tensors[name].shape
+    target = TargetTensor(
+        "t", states.states["master", name].dtype, shape, states.sources("master", name), zero_filled=False
+    )
+    return read_box(open_files(str(folder)), catalog, target, full_box(shape)).tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int16"])
+def test_remainders_are_joined_whatever_their_chunks(dtype, tmp_path):
+    weight, remainder, joined = numbers()
+    catalog, states = stored_numbers(tmp_path / "s", {"a.weight": (weight, remainder.astype(dtype))})
+    assert states.has_made
+    assert master(tmp_path / "s", catalog, states, "a.weight") == joined.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("plain", "aware"), [(True, True), (True, False), (True, None), (False, False), (False, None)]
+)
+def test_plain_masters_stay_as_they_are_and_so_do_whole_numbers_where_no_setting_allows_remainders(
+    plain, aware, tmp_path
+):
+    """The proof of masters then says of the latter that they do not round."""
+    weight, remainder, joined = numbers()
+    catalog, states = stored_numbers(
+        tmp_path / "s", {"a.weight": (weight, joined if plain else remainder)}, aware
+    )
+    assert not states.has_made
+    assert master(tmp_path / "s", catalog, states, "a.weight") == (joined if plain else remainder).tobytes()
+
+
+ZERO = (np.zeros(4, np.uint16), np.zeros(4, np.float32))
+
+
+def test_what_can_be_both_follows_the_others(tmp_path):
+    weight, remainder, joined = numbers()
+    _, states = stored_numbers(tmp_path / "1", {"a.weight": (weight, remainder), "a.bias": ZERO})
+    assert states.states["master", "a.bias"].dtype == "float32"
+    assert len(states.payloads) == 2
+    _, states = stored_numbers(tmp_path / "2", {"a.weight": (weight, joined), "a.bias": ZERO})
+    assert not states.has_made
+
+
+def test_what_can_be_both_and_has_no_company_is_refused(tmp_path):
+    with pytest.raises(
+        VerificationError, match=r"masters as well as the remainders(.|\n)*a\.bias(.|\n)*--weights-only"
+    ):
+        stored_numbers(tmp_path / "1", {"a.bias": ZERO})
+    (weight, remainder, _), (other, _, joined) = numbers(1), numbers(2)
+    with pytest.raises(VerificationError, match="as well as"):
+        stored_numbers(
+            tmp_path / "2", {"a.weight": (weight, remainder), "b.weight": (other, joined), "a.bias": ZERO}
+        )
+
+
+def test_remainders_beside_weights_of_another_type_are_refused(tmp_path):
+    source = DcpFolder(tmp_path / "s")
+    source.tensor("w", "float16", np.zeros(4, np.float16))
+    source.tensor("optimizer.state.param.w", "int16", np.zeros(4, np.int16))
+    source.tensor("optimizer.state.exp_avg.w", "float32", np.zeros(4, np.float32))
+    source.finish()
+    files = open_files(str(tmp_path / "s"))
+    with pytest.raises(
+        MappingError, match=r"master of w cannot be joined: int16 remainders belong to bfloat16"
+    ):
+        read_optimizer_states(files, read_catalog(files), common(True))

@@ -1,7 +1,5 @@
 """Every optimizer state of every real checkpoint, bit for bit against the unsharded truth beside it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -114,7 +112,7 @@ def _load_bits(path: Path) -> dict[str, Bits]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_states_equal_the_truth(name: str) -> None:
+def test_states_equal_the_truth(name):
     folder = fixture_dir(name)
     opened = open_checkpoint(folder)
     states = opened[2]
