@@ -31,7 +31,7 @@ from ckpt_tools.errors import (
     MappingError,
     UnsupportedCheckpointError,
     UsageError,
-    list_problems,
+    raise_if,
 )
 from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.locate.detect import Location, locate
@@ -235,12 +235,8 @@ class AdapterSource:
         }
         shapes = {(p.name, p.expert): p.shape for p in model.parameters}
         wrong = [part.name for place, (part, _) in parts.items() if shapes.get(place) != part.shape]
-        if wrong:
-            raise MappingError(
-                f"{self.path} holds weights whole that the base does not have, or in another shape:\n"
-                + list_problems(wrong),
-                wrong,
-            )
+        what = f"{self.path} holds weights whole that the base does not have, or in another shape"
+        raise_if(wrong, MappingError, what)
 
         def taken(p: Parameter) -> Parameter:
             if (p.name, p.expert) not in parts:
@@ -275,10 +271,7 @@ def read_adapter_source(
     joined = _joined(adapter, tensors, is_wrapped)
     adapters = read_adapters(joined, how)
     wrong = [f"{one.label}: rank {one.rank}" for one in adapters if how.dim not in (None, one.rank)]
-    if wrong:
-        raise MappingError(
-            f"{RUN_CONFIG} says that the adapters have dim {how.dim}:\n" + list_problems(wrong), wrong
-        )
+    raise_if(wrong, MappingError, f"{RUN_CONFIG} says that the adapters have dim {how.dim}")
     entries = {e.key: e for e in (*joined.factors.values(), *joined.others.values())}
     whole = {
         strip_wrappers(key).replace(WRAPPED, "."): entry

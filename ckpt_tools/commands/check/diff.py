@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 from ckpt_tools.close_names import unmatched
 from ckpt_tools.commands.check.sides import COMMON_STATE, KEYS, DiffRequest, no_optimizer, under_one_naming
 from ckpt_tools.commands.job.opened import open_checkpoint
-from ckpt_tools.errors import CkptError, UsageError, list_problems
+from ckpt_tools.errors import CkptError, UsageError, raise_if
 from ckpt_tools.formats.storage.files import AnyPath, path_text
 from ckpt_tools.model.roles import WEIGHT
 from ckpt_tools.model.target import TargetTensor
@@ -134,8 +134,7 @@ def _idle_globs(sides: tuple[Side, Side], options: DiffOptions, used: tuple[str,
     wrong = [f"--keys {line}" for line in idle(options.keys)]
     if (options.keys or options.ignore) and not wrong and not any(map(options.wants, names)):
         wrong = ["--keys and --ignore leave out everything"]
-    if wrong:
-        raise UsageError(f"nothing to compare:\n{list_problems(wrong)}", wrong)
+    raise_if(wrong, UsageError, "nothing to compare")
     ignore = tuple(glob for glob in options.ignore if glob not in used)
     if idle(ignore):
         look_inside(None)  # `*.save` is left out of every object

@@ -46,7 +46,7 @@ from ckpt_tools.model.catalog import TensorEntry, Value
 from ckpt_tools.model.choices import CheckpointKind, DiffBy
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import WEIGHT, Role
-from ckpt_tools.model.target import InlineTensor, TargetTensor
+from ckpt_tools.model.target import InlineTensor, TargetTensor, target_of
 from ckpt_tools.model.views import Source
 from ckpt_tools.verify.compare.differences import DiffOptions, Side
 
@@ -161,8 +161,7 @@ def _by_keys(opened: Opened) -> Side:
     """The checkpoint under its stored keys; a common state is one value wherever it lies."""
     roles = opened.roles()
     tensors = {
-        key: TargetTensor(key, entry.dtype, entry.shape, (Source(key),), role=roles[key])
-        for key, entry in opened.catalog.tensors.items()
+        key: target_of(key, entry.value, role=roles[key]) for key, entry in opened.catalog.tensors.items()
     }
     objects: dict[str, object] = {k: o for k, o in opened.catalog.objects.items() if k != COMMON_OBJECT}
     if opened.location.kind == "torch_dist":

@@ -67,13 +67,11 @@ def verify_checkpoint(
         if not open_files(path).exists(TRACKER):
             raise
         return Report(path, "unknown", (failed_check("place", path, error),), content_read=False)
-    files, meter = open_files(location.path), Meter(progress)
-    try:
+    meter = Meter(progress)
+    with closing(open_files(location.path)) as files:
         checks = (*_checks(location, files, options, manifest, meter), *_copy_check(location, options, meter))
         is_read = options.content or options.manifest is not None
         return Report(location.path, location.kind, checks, is_read)
-    finally:
-        files.close()
 
 
 def _copy_check(location: Location, options: VerifyOptions, meter: Meter) -> Iterable[Check]:

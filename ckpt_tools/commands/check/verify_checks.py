@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -105,13 +105,9 @@ def check_metadata(
 
 
 def _place(location: Location, common: CommonState, names_newer: bool, trust_pickle: bool) -> Check:
-    root = open_files(location.root) if location.root is not None else None
-    try:
-        judge = partial(_wrong_with, location.root or "", trust_pickle)
+    judge = partial(_wrong_with, location.root or "", trust_pickle)
+    with nullcontext() if location.root is None else closing(open_files(location.root)) as root:
         return check_place(location, root, common, names_newer, judge)
-    finally:
-        if root is not None:
-            root.close()
 
 
 def _wrong_with(root: str, trust_pickle: bool, name: str) -> str:

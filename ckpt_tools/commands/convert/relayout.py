@@ -31,10 +31,9 @@ from ckpt_tools.megatron.run_state.record import TargetRecord, read_record
 from ckpt_tools.megatron.run_state.settings import read_settings, refuse_tensor_parallel
 from ckpt_tools.megatron.torch_dist.optimizers import refuse_missing_states
 from ckpt_tools.megatron.vocab import vocabulary
-from ckpt_tools.model.catalog import Catalog, Item, TensorEntry, leave_out
-from ckpt_tools.model.roles import MASTER, WEIGHT
-from ckpt_tools.model.target import Target, TargetObject, TargetTensor
-from ckpt_tools.model.views import Source
+from ckpt_tools.model.catalog import Catalog, Item, leave_out
+from ckpt_tools.model.roles import MASTER
+from ckpt_tools.model.target import Target, TargetObject, TargetTensor, target_of
 from ckpt_tools.sharding.units import LiveTensor
 
 HF_PREFIX = "model"
@@ -179,8 +178,8 @@ def prepare_hf(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepa
     catalog, left_out = leave_out(opened.catalog, options.ignore_keys)
     tensors, live = [], []
     for key, entry in catalog.tensors.items():
-        path = (HF_PREFIX, key)
-        tensors.append(_target(entry, f"{HF_PREFIX}.{key}", path, key))
+        made = target_of(f"{HF_PREFIX}.{key}", entry.value, (HF_PREFIX, key))
+        tensors.append(replace(made, parameter=key))
         live.append(LiveTensor(key, entry.shape, entry.dtype, buffer=not entry.shape or not entry.numel))
     note = "weights under the names of their safetensors; config.json and tokenizer stay where they are"
     record = TargetRecord(format="dcp")
@@ -223,10 +222,10 @@ def _as_stored(catalog: Catalog, found: StateDict, states: Mapping[str, str]) ->
             owner = key
             live[key] = LiveTensor(key, entry.shape, entry.dtype, buffer=not entry.shape)
         path = tuple(catalog.planner_paths.get(key, ()))
-        made = _target(entry, key, path, owner, roles.get(key, "other"))
+        made = replace(target_of(key, entry.value, path, roles.get(key, "other")), parameter=owner)
         if made.role == MASTER and owner in found.weights:
             weight = catalog.tensors[found.weights[owner]]
-            made = replace(made, must_round_to=(Source(weight.key),), must_round_dtype=weight.dtype)
+            made = replace(made, must_round_to=weight.value.sources, must_round_dtype=weight.dtype)
         tensors.append(made)
     return _Plain(tuple(tensors), tuple(live.values()))
 
@@ -248,12 +247,6 @@ def _owners(catalog: Catalog, found: StateDict, layout: Layout, values: SmallVal
             if layout.name.startswith("mfsdp"):
                 raise UsageError(f"--layout {layout.name}: {error}") from None
     return {key: name for key, name in of_keys.items() if name in found.weights and key in catalog.tensors}
-
-
-def _target(
-    entry: TensorEntry, key: str, path: tuple[str | int, ...], owner: str, role: str = WEIGHT
-) -> TargetTensor:
-    return TargetTensor(key, entry.dtype, entry.shape, (Source(entry.key),), path, parameter=owner, role=role)  # type: ignore[arg-type]
 
 
 def _refuse_plain_changes(location: Location, options: ConvertOptions, layout: Layout) -> None:

@@ -30,7 +30,7 @@ from ckpt_tools.errors import (
     UnsupportedCheckpointError,
     UsageError,
     VerificationError,
-    list_problems,
+    raise_if,
 )
 from ckpt_tools.execute.proof.masters import check_masters
 from ckpt_tools.execute.proof.prove_source import prove_payloads
@@ -48,7 +48,7 @@ from ckpt_tools.model.catalog import Catalog, Made, Value, made_entry
 from ckpt_tools.model.dtypes import CASTABLE, FLOATING
 from ckpt_tools.model.kernels.kernel import WeightedMean
 from ckpt_tools.model.roles import MASTER, WEIGHT
-from ckpt_tools.model.target import Target, TargetObject, TargetTensor
+from ckpt_tools.model.target import Target, TargetObject, TargetTensor, rounding_target
 from ckpt_tools.model.views import Source
 from ckpt_tools.plan.build import build_safetensors_plan
 
@@ -183,13 +183,10 @@ def _check_masters(opened: Opened, parts: Parts, threads: int) -> Masters:
         return Masters(use_of_masters(opened, "none"))
     tensors, path = opened.catalog.tensors, opened.location.path
     targets = [
-        TargetTensor(
+        rounding_target(
             key,
-            tensors[sources[0].key].dtype,
-            tensors[key].shape,
-            sources,
-            must_round_to=(Source(key),),
-            must_round_dtype=tensors[key].dtype,
+            replace(tensors[key].value, dtype=tensors[sources[0].key].dtype, sources=sources),
+            tensors[key].value,
         )
         for key, sources in parts.rounded.items()
     ]
@@ -359,21 +356,17 @@ def _sorted_out(
 def _refuse_encoded(opened: Opened, keys: Sequence[str]) -> None:
     tensors = opened.catalog.tensors
     wrong = [f"{key} is {tensors[key].dtype}" for key in keys if tensors[key].dtype not in CASTABLE]
-    if wrong:
-        raise UnsupportedCheckpointError(
-            f"{opened.location.path}: these types are encoded and cannot be averaged:\n{list_problems(wrong)}",
-            wrong,
-        )
+    what = f"{opened.location.path}: these types are encoded and cannot be averaged"
+    raise_if(wrong, UnsupportedCheckpointError, what)
 
 
 def _refuse_masters(opened: Opened, keys: Sequence[str]) -> None:
-    if keys:
-        raise UnsupportedCheckpointError(
-            f"{opened.location.path}: fp32 masters have no known link to their weights, which must stay their "
-            f"rounding; {_ALONE} "
-            f"(`modify-state-dict CKPT OUT --op 'remove REGEX'`):\n{list_problems(keys)}",
-            keys,
-        )
+    raise_if(
+        keys,
+        UnsupportedCheckpointError,
+        f"{opened.location.path}: fp32 masters have no known link to their weights, which must stay their rounding; "
+        f"{_ALONE} (`modify-state-dict CKPT OUT --op 'remove REGEX'`)",
+    )
 
 
 def check_alike(parts: Sequence[Parts], opened: Sequence[Opened]) -> None:
@@ -389,12 +382,7 @@ def check_alike(parts: Sequence[Parts], opened: Sequence[Opened]) -> None:
             problems.append(f"{len(keys):,} keys, such as {keys[0]}: each {what}")
         else:
             problems += [f"{key} {what}" for key in keys]
-    if problems:
-        raise MappingError(
-            "a mean is taken of checkpoints with the same keys, shapes and types:\n"
-            + list_problems(problems),
-            problems,
-        )
+    raise_if(problems, MappingError, "a mean is taken of checkpoints with the same keys, shapes and types")
 
 
 def check_settings_match(opened: Sequence[Opened]) -> tuple[str, ...]:
@@ -415,12 +403,8 @@ def check_settings_match(opened: Sequence[Opened]) -> tuple[str, ...]:
         differences = config_differences if last.location.kind == "safetensors" else args_differences
         for found in differences(its, settings[-1]):
             (problems if found.is_model else notes).append(found.text(here, there))
-    if problems:
-        raise MappingError(
-            "a mean is taken of checkpoints of one model, and these settings make another:\n"
-            + list_problems(problems),
-            problems,
-        )
+    what = "a mean is taken of checkpoints of one model, and these settings make another"
+    raise_if(problems, MappingError, what)
     return tuple(notes)
 
 

@@ -42,8 +42,7 @@ from ckpt_tools.megatron.huggingface.quantization.quantized import SETTINGS
 from ckpt_tools.megatron.huggingface.vision.towers import language_settings
 from ckpt_tools.model.choices import Quantization
 from ckpt_tools.model.dtypes import check_dtype
-from ckpt_tools.model.target import InlineTensor, Target, TargetTensor, rebase
-from ckpt_tools.model.views import Source
+from ckpt_tools.model.target import InlineTensor, Target, TargetTensor, rebase, target_of
 
 
 def export_hf(
@@ -194,10 +193,7 @@ def plan_export(opened: Opened, options: ExportOptions, world: int = 1) -> Conve
 
 def _with_other_towers(made: ExportTensors, whole: WholeModel) -> ExportTensors:
     """The whole model: its language model, and the other towers as its directory has them."""
-    others = tuple(
-        TargetTensor(key, entry.dtype, entry.shape, (Source(entry.key),))
-        for key, entry in whole.others.items()
-    )
+    others = tuple(target_of(key, entry.value) for key, entry in whole.others.items())
     source = made.source.catalog
     catalog = replace(
         source, tensors={**source.tensors, **{entry.key: entry for entry in whole.others.values()}}

@@ -43,7 +43,7 @@ from ckpt_tools.megatron.huggingface.mapping.targets import (
     expected_by_weights,
 )
 from ckpt_tools.megatron.huggingface.quantization.quantized import SETTINGS
-from ckpt_tools.model.catalog import Catalog, TensorEntry, Value, leave_out
+from ckpt_tools.model.catalog import Catalog, TensorEntry, leave_out
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.model.views import Source
@@ -75,7 +75,7 @@ def plan_plain(opened: Opened, options: ExportOptions, hf_config: str) -> Conver
     problems += [f"{key}: {expected.told_by} knows of no such tensor" for key in model.stray]
     if problems:
         raise _not_that_model(opened, hf_config, expected, model, problems)
-    bases = {name: Value(one.dtype, one.shape, (Source(one.key),)) for name, one in entries.items()}
+    bases = {name: one.value for name, one in entries.items()}
     prove_equal(opened.files, catalog, bases, equal)
     tensors = [_target(name, entries[name], expected, options.dtype) for name in expected.shapes]
     written, changed = _config(config, bulk_dtype(tensors))

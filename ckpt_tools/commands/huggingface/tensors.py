@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from math import prod
 
 import numpy as np
 
-from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, raise_if
 from ckpt_tools.execute.move.read_box import BoxReader, read_proven
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.model.box import Box, full_box, split_axes
@@ -31,13 +32,13 @@ _COMPUTED = "rotary frequencies are computed from config.json, not loaded"
 def refuse_adapters(names: Iterable[str]) -> None:
     """Raise MappingError if tensors belong to an adapter: the weights alone are not what the model computes."""
     found = [name for name in names if _ADAPTED.search(name)]
-    if found:
-        raise MappingError(
-            f"{len(found)} tensors belong to an adapter (LoRA or similar), not to a model. Merge it "
-            "first: `model.merge_and_unload().save_pretrained(DIR)` of peft, then import DIR; base and adapter in "
-            "directories of their own are merged by --adapter:\n" + list_problems(found[:4]),
-            found[:4],
-        )
+    raise_if(
+        found[:4],
+        MappingError,
+        f"{len(found)} tensors belong to an adapter (LoRA or similar), not to a model. Merge it first: "
+        "`model.merge_and_unload().save_pretrained(DIR)` of peft, then import DIR; base and adapter in directories "
+        "of their own are merged by --adapter",
+    )
 
 
 def without_frequencies(catalog: Catalog) -> tuple[Catalog, tuple[str, ...]]:
@@ -73,9 +74,8 @@ def prove_equal(
     files: Files, catalog: Catalog, bases: Mapping[str, Value], pairs: Iterable[tuple[str, str]]
 ) -> None:
     """Compare parameters that must repeat each other, a tile at a time."""
-    reader = BoxReader(files, catalog)
     problems = []
-    try:
+    with closing(BoxReader(files, catalog)) as reader:
         for pair in pairs:
             one, other = (
                 TargetTensor(name, bases[name].dtype, bases[name].shape, bases[name].sources) for name in pair
@@ -83,14 +83,12 @@ def prove_equal(
             tile = _first_difference(reader, one, other)
             if tile is not None:
                 problems.append(f"{other.key} differs from {one.key} at {tile}")
-    finally:
-        reader.close()
-    if problems:
-        raise MappingError(
-            "weights that share their values by config.json (tie_word_embeddings, copies in prediction layers) are "
-            "stored with different ones:\n" + list_problems(problems),
-            problems,
-        )
+    raise_if(
+        problems,
+        MappingError,
+        "weights that share their values by config.json (tie_word_embeddings, copies in prediction layers) are "
+        "stored with different ones",
+    )
 
 
 def _first_difference(reader: BoxReader, one: TargetTensor, other: TargetTensor) -> Box | None:

@@ -36,8 +36,7 @@ from ckpt_tools.model.kernels.casts import Array, bfloat16_to_float32, numpy_dty
 from ckpt_tools.model.kernels.kernel import MINIFLOATS, minifloat_values
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.model import Parameter as ModelParameter
-from ckpt_tools.model.target import TargetTensor
-from ckpt_tools.model.views import Source
+from ckpt_tools.model.target import TargetTensor, target_of
 from ckpt_tools.plan.byte_runs import row_major_tiles
 from ckpt_tools.verify.content.values import decoded
 
@@ -205,9 +204,7 @@ class Parameter:
         value = self._parameter.values.get(role)
         if value is None:
             raise NoSuchKeyError(f"{self.name} has no {role}, only {', '.join(self.roles)}")
-        key = f"{self.name}, {role}"
-        target = TargetTensor(key, value.dtype, value.shape, value.sources, zero_filled=value.zero_filled)
-        return Tensor(self._reader, target)
+        return Tensor(self._reader, target_of(f"{self.name}, {role}", value))
 
     def __getattr__(self, role: str) -> Tensor:
         if role.startswith("_"):
@@ -286,7 +283,7 @@ class Checkpoint(Mapping[str, Any]):
         catalog = self._opened.catalog
         entry = catalog.tensors.get(key)
         if entry is not None:
-            return Tensor(self._reader, TargetTensor(key, entry.dtype, entry.shape, (Source(key),)))
+            return Tensor(self._reader, target_of(key, entry.value))
         stored = catalog.objects.get(key)
         if stored is None:
             raise _absent("tensor or object", key, [*catalog.tensors, *catalog.objects])

@@ -7,6 +7,7 @@ written as `param_to_param_group_map.json` into the folder, as NVIDIA's user gui
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,7 @@ def dcp_as_json(path: str, values: bool = False, trust_pickle: bool = False) -> 
 
     With `values`, objects and scalars (tensors of one element) of at most 64 KiB come with their value.
     """
-    files = open_files(path)
-    try:
+    with closing(open_files(path)) as files:
         catalog = read_catalog(files, trust_pickle)
         tensors = {key: _describe_tensor(files, entry, values) for key, entry in catalog.tensors.items()}
         objects: dict[str, dict[str, Any]] = {}
@@ -41,8 +41,6 @@ def dcp_as_json(path: str, values: bool = False, trust_pickle: bool = False) -> 
             objects[key] = {"bytes": entry.item.length}
             if values and entry.item.length <= MAX_VALUE_BYTES:
                 objects[key]["value"] = json_value(load_object(files, entry.item, trust_pickle))
-    finally:
-        files.close()
     return {
         "schema_version": SCHEMA_VERSION,
         "checkpoint": path,
@@ -71,14 +69,11 @@ def write_group_map(path: str, trust_pickle: bool = False) -> str | None:
 
 def read_group_map(path: str, trust_pickle: bool = False) -> dict[str, int] | None:
     """Parameter name to group id, as NVIDIA's command names them; None when the checkpoint is not such a dump."""
-    files = open_files(path)
-    try:
+    with closing(open_files(path)) as files:
         catalog = read_catalog(files, trust_pickle)
         if not is_group_map(catalog):
             return None
         groups = {key: load_object(files, entry.item, trust_pickle) for key, entry in catalog.objects.items()}
-    finally:
-        files.close()
     if not all(type(group) is int for group in groups.values()):
         return None
     return {key.replace("module.module", "model.module"): group for key, group in groups.items()}

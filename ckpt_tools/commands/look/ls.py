@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,11 +123,8 @@ def list_run(root: AnyPath, trust_pickle: bool = False) -> RunListing:
 
 def runs_in(root: str) -> tuple[RunRow, ...]:
     """The runs and checkpoints in a folder of them, which is looked at and not walked through."""
-    files = open_files(root)
-    try:
+    with closing(open_files(root)) as files:
         names = files.list()
-    finally:
-        files.close()
     found = (_run(name, path_in(root, name)) for name in names if not name.startswith("."))
     return tuple(row for row in found if row is not None)
 
@@ -150,11 +148,8 @@ def _run(name: str, path: str) -> RunRow | None:
 
 def iteration_names(root: str) -> dict[str, int | None]:
     """The iteration folders of a run's root with their numbers, in order; a release has none. {}: not a root."""
-    files = open_files(root)
-    try:
+    with closing(open_files(root)) as files:
         found = files.list()
-    finally:
-        files.close()
     numbered = sorted(iteration_folders(found), key=lambda pair: pair[1])
     release: dict[str, int | None] = {RELEASE: None} if RELEASE in found else {}
     return release | dict(numbered)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +21,7 @@ from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog, Chunk
 from ckpt_tools.model.dtypes import CASTABLE, itemsize
 from ckpt_tools.model.kernels.casts import Array, raw_dtype
-from ckpt_tools.model.target import TargetTensor
-from ckpt_tools.model.views import Source
+from ckpt_tools.model.target import TargetTensor, target_of
 from ckpt_tools.plan.byte_runs import row_major_tiles
 
 MAX_SHOWN = 1000  # elements, unless a slice is asked for
@@ -89,7 +89,7 @@ def print_tensor(
         if entry is None or role is not None:
             target, catalog = _parameter(opened, key, role)
             return _printed(opened, catalog, target, (), part, stats)
-        target = TargetTensor(key, entry.dtype, entry.shape, (Source(key),))
+        target = target_of(key, entry.value)
         return _printed(opened, opened.catalog, target, entry.chunks, part, stats)
 
 
@@ -109,10 +109,7 @@ def _parameter(opened: Opened, name: str, role: str | None) -> tuple[TargetTenso
     value = values.get(wanted)
     if value is None:
         raise MappingError(f"{name} has no {wanted}, only {', '.join(values)}")
-    target = TargetTensor(
-        f"{name} ({wanted})", value.dtype, value.shape, value.sources, zero_filled=value.zero_filled
-    )
-    return target, model.catalog
+    return target_of(f"{name} ({wanted})", value), model.catalog
 
 
 def _printed(
@@ -125,13 +122,10 @@ def _printed(
 ) -> Printed:
     box, indexed = (_corner(target.shape), ()) if part is None else parse_slice(part, target.shape)
     over = full_box(target.shape) if part is None else box
-    reader = BoxReader(opened.files, catalog)
-    try:
+    with closing(BoxReader(opened.files, catalog)) as reader:
         read = reader.tensor(target)
         values = to_numbers(read(box), target.dtype).squeeze(indexed).tolist()
         statistics = _statistics(read, over, target.dtype) if stats else {}
-    finally:
-        reader.close()
     stored = tuple((chunk.box, chunk.item.file) for chunk in chunks)
     return Printed(
         opened.location.path, target.key, target.dtype, target.shape, box, values, stored, statistics

@@ -12,6 +12,7 @@ import io
 import os
 import warnings
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -153,8 +154,7 @@ class StorageReader(TorchStorageReader):  # type: ignore[misc]  # torch is not r
         """
         seen = self._seen
         proof = None if self._options.write.check_source == "none" else SourceProof()
-        reader = BoxReader(seen.opened.files, seen.prepared.catalog, proof)
-        try:
+        with closing(BoxReader(seen.opened.files, seen.prepared.catalog, proof)) as reader:
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
                     planner.load_bytes(item, io.BytesIO(seen.archive(item.storage_index.fqn)))
@@ -162,8 +162,6 @@ class StorageReader(TorchStorageReader):  # type: ignore[misc]  # torch is not r
                     into = planner.resolve_tensor(item).detach()
                     into.copy_(_read(reader, seen.tensors[item.storage_index.fqn], item))
                     planner.commit_tensor(item, into)
-        finally:
-            reader.close()
         done: Future[None] = Future()
         done.set_result(None)
         return done
