@@ -125,8 +125,8 @@ def preflight(
     _write_junit([found.report], "preflight", given)
     more = {
         "program": found.program,
-        "launch": _command(found.launch),
-        "as_is": _command(found.as_is),
+        "launch": found.launch and plain(found.launch) | {"command": found.launch.command},
+        "as_is": found.as_is and plain(found.as_is) | {"command": found.as_is.command},
         "starts": plain(found.starts),
     }
     _print_report(found.report, "preflight", given, more)
@@ -138,12 +138,6 @@ def preflight(
             found.as_is,
         )
     raise typer.Exit(0 if found.report.is_valid else 1)
-
-
-def _command(start: Launch | None) -> dict[str, Any] | None:
-    if start is None:
-        return None
-    return {"environment": list(start.environment), "words": list(start.words), "command": start.command}
 
 
 def _print_launch(title: str, start: Launch | None) -> None:

@@ -78,9 +78,8 @@ def convert(
 
 def convert_to(to: Format, source: str, output: str, given: dict[str, Any]) -> None:
     """Convert one iteration or all, and print the report. `export-hf` is `convert --to hf`."""
-    from ckpt_tools.cli.reports import print_report
     from ckpt_tools.commands.job.iterations import iteration_folder
-    from ckpt_tools.commands.job.report import SCHEMA_VERSION, ConversionReport
+    from ckpt_tools.commands.job.report import SCHEMA_VERSION
     from ckpt_tools.formats.storage.files import path_in
 
     function, options = _library(to, given)
@@ -101,8 +100,6 @@ def convert_to(to: Format, source: str, output: str, given: dict[str, Any]) -> N
         given,
         options,
         run,
-        ConversionReport.as_json,
-        lambda report: print_report(report, given["verbose"]),
         kinds=kinds,
         schema_version=SCHEMA_VERSION,
     )

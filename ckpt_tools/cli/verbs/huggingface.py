@@ -122,9 +122,7 @@ def import_(
     A vision-language model (Qwen2.5-VL, Qwen3-VL, Gemma 3, Mistral 3) becomes one of Megatron-Bridge; --tower
     language imports its language model alone, and `export-hf --tower language` puts it back.
     """
-    from ckpt_tools.cli.reports import print_report
     from ckpt_tools.commands.huggingface.import_hf import ImportOptions, import_hf
-    from ckpt_tools.commands.job.report import ConversionReport
     from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 
     given["to"] = given["to"] or (
@@ -137,8 +135,6 @@ def import_(
         given,
         fill(ImportOptions, given, fsdp=fill(TargetOptions, named), layout=layout_of(given)),
         lambda options, progress: import_hf(input_dir, output_dir, options, progress, given["dry_run"]),
-        ConversionReport.as_json,
-        lambda report: print_report(report, given["verbose"]),
     )
 
 

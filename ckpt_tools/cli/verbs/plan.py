@@ -115,8 +115,8 @@ def _print(found: PlanReport) -> None:
     render.print_table(("plan", ""), rows)
     _print_ranks(found)
     _print_tensors(found)
-    for line in changes(found.target, found.job.record.format or "fsdp_dtensor"):
-        render.tell(render.escape(line))
+    for line in changes(found.target, found.job.record.format or "fsdp_dtensor", with_losses=True):
+        render.tell(render.escape(f"  {line}"))
 
 
 def _print_ranks(found: PlanReport) -> None:
