@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ckpt_tools.cli.render import escape, say, tell, tell_verdict
-from ckpt_tools.commands.job.target_job import describe
+from ckpt_tools.commands.job.placements import describe_job
 from ckpt_tools.execute.proof.masters import describe_masters
 from ckpt_tools.human import counted, human_bytes
 from ckpt_tools.model.choices import assert_never
@@ -32,7 +32,7 @@ def print_report(report: ConversionReport, verbose: bool = False) -> None:
     ends = f"{report.output_format} for {report.loader or 'the same loader'}{architecture}{made}"
     rows = [("formats", f"{_source(report)}{iteration_text(report.source_iteration)} -> {ends}")]
     if report.job is not None:
-        rows += describe(report.job)[: None if verbose else 1]
+        rows += describe_job(report.job)[: None if verbose else 1]
     rows.append(("masters", masters_text(report.masters)))
     if report.written:
         rows.append(("checked", _checked(report.written)))
@@ -99,7 +99,8 @@ def _lost(report: ConversionReport) -> list[str]:
 
 def _changed_before(written: WriteReport) -> list[str]:
     """What became of a checkpoint and a tracker that were there before."""
-    return [row(*one) for one in (("replaced", written.replaced), ("tracker", written.tracker)) if one[1]]
+    rows = (("replaced", written.replaced), ("tracker", written.tracker))
+    return [row(title, text) for title, text in rows if text]
 
 
 def _details(report: ConversionReport) -> list[str]:

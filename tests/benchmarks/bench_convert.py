@@ -30,7 +30,7 @@ from tests.synthetic import LAYOUTS
 
 CONVERT = "convert-torch-dist-to-fsdp-dtensor"
 IMPORTS = (
-    "import ckpt_tools.cli.app, ckpt_tools.commands.convert.to_fsdp_dtensor, ckpt_tools.execute.run, "
+    "import ckpt_tools.cli.app, ckpt_tools.commands.convert.to_dtensors, ckpt_tools.execute.run, "
     "ckpt_tools.execute.proof.masters"
 )
 STOCK = """

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.check.diff import diff_checkpoints
-from ckpt_tools.commands.check.sides import DiffRequest
-from ckpt_tools.commands.convert.to_dcp import convert_to_dcp
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.check.diff import DiffRequest, diff_checkpoints
+from ckpt_tools.commands.convert.to_dtensors import convert_to_dcp, convert_to_fsdp_dtensor
 from ckpt_tools.formats.storage.files import LocalFiles
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.roles import Role

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ckpt_tools import ConvertOptions, Layout, TargetOptions, Topology
-from ckpt_tools.commands.convert.to_fsdp_dtensor import prepare
+from ckpt_tools.commands.convert.to_dtensors import prepare
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.commands.job.placements import LiveModel, exact_placement, mla_tp_dims, place_model
 from ckpt_tools.model.box import Box, full_box

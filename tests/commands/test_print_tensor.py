@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import checkpoint as dcp
 
-from ckpt_tools.commands.look.print_tensor import MAX_SHOWN, parse_slice, print_tensor
+from ckpt_tools.commands.look.checkpoint import MAX_SHOWN, parse_slice, print_tensor
 from ckpt_tools.errors import MappingError, UsageError
 from ckpt_tools.formats.storage.files import LocalFiles
 from tests.conftest import fixture_dir

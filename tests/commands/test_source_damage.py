@@ -266,7 +266,7 @@ import sys
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 import ckpt_tools
-from ckpt_tools.commands.convert.to_fsdp_dtensor import ConvertOptions
+from ckpt_tools.commands.convert.to_dtensors import ConvertOptions
 from ckpt_tools.execute.run import WriteOptions
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

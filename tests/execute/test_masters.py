@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.convert.to_dtensors import convert_to_fsdp_dtensor
 from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.errors import UnsupportedCheckpointError, VerificationError
 from ckpt_tools.execute.move.read_box import BoxReader

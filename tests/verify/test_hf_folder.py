@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
-from ckpt_tools.commands.huggingface.tensors import without_frequencies
+from ckpt_tools.commands.huggingface.folder import without_frequencies
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.formats.storage.files import LocalFiles
 from ckpt_tools.megatron.huggingface.families.identify import NUMBER

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt_tools.commands.check.diff import diff_checkpoints
-from ckpt_tools.commands.check.sides import DiffRequest
+from ckpt_tools.commands.check.diff import DiffRequest, diff_checkpoints
 from ckpt_tools.execute.proof import masters
 from ckpt_tools.execute.proof.masters import compare_masters
 from ckpt_tools.formats.dcp.metadata_read import read_catalog

@@ -380,8 +380,8 @@ def merge_adapter(
     masters if there are any. The output has weights only. DoRA and other variants are refused. For a PEFT folder use
     `import-hf --adapter`.
     """
-    from ckpt_tools.commands.adapters.merge_adapter import MergeOptions
-    from ckpt_tools.commands.adapters.merge_adapter import merge_adapter as merge
+    from ckpt_tools.commands.edit.merge_adapter import MergeOptions
+    from ckpt_tools.commands.edit.merge_adapter import merge_adapter as merge
     from ckpt_tools.errors import UsageError
 
     if len(input_dirs) > 2:

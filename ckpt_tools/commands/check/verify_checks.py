@@ -8,8 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from ckpt_tools.commands.huggingface.folder import documents_of
-from ckpt_tools.commands.huggingface.tensors import without_frequencies
+from ckpt_tools.commands.huggingface.folder import documents_of, without_frequencies
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.read_model import Wanted, master_targets, read_model
 from ckpt_tools.commands.look.ls import COMPLETE, iteration_row

@@ -10,12 +10,10 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ckpt_tools.close_names import refuse_unmatched
-from ckpt_tools.commands.convert.relayout import plain_layout
-from ckpt_tools.commands.convert.to_fsdp_dtensor import prepare_output, stays_plain
+from ckpt_tools.commands.convert.to_dtensors import plain_layout, prepare_output, stays_plain
 from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.commands.job.opened import open_checkpoint
-from ckpt_tools.commands.job.placements import Layout, lay_out, place_model, rank_share
-from ckpt_tools.commands.job.target_job import TargetJob
+from ckpt_tools.commands.job.placements import Layout, TargetJob, lay_out, place_model, rank_share
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.locate.detect import Location
 from ckpt_tools.formats.pickle.unpickle import TorchDtype

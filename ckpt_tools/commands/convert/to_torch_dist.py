@@ -21,9 +21,9 @@ from ckpt_tools.commands.job.conversion import (
 )
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
 from ckpt_tools.commands.job.outputs import object_archives, read_bridge_files
+from ckpt_tools.commands.job.placements import TargetJob
 from ckpt_tools.commands.job.read_model import Wanted, keeps_masters, master_targets, read_model
 from ckpt_tools.commands.job.report import ConversionReport, MastersUse
-from ckpt_tools.commands.job.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.locate.detect import METADATA_JSON, METADATA_JSON_TEXT, Location
 from ckpt_tools.formats.storage.files import AnyPath

@@ -17,8 +17,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from ckpt_tools.commands.huggingface.folder import CONFIG, read_assets, read_config, weight_files
-from ckpt_tools.commands.huggingface.tensors import refuse_adapters
+from ckpt_tools.commands.huggingface.folder import (
+    CONFIG,
+    read_assets,
+    read_config,
+    refuse_adapters,
+    weight_files,
+)
 from ckpt_tools.commands.job.conversion import Conversion, EditOptions, Progress, with_note
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
 from ckpt_tools.commands.job.outputs import refuse_overlap

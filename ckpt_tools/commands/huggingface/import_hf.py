@@ -4,43 +4,58 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from ckpt_tools.commands.adapters.peft import merge_peft, peft_files
-from ckpt_tools.commands.convert.to_fsdp_dtensor import prepare_model
+from ckpt_tools.commands.convert.to_dtensors import prepare_model
 from ckpt_tools.commands.convert.to_torch_dist import write_torch_dist
 from ckpt_tools.commands.convert.version_2 import VERSION_2, for_version_2
 from ckpt_tools.commands.huggingface.export_source import check_tower, tower_alone
-from ckpt_tools.commands.huggingface.folder import families_with, read_config, unread_notes
-from ckpt_tools.commands.huggingface.tensors import (
+from ckpt_tools.commands.huggingface.folder import (
+    families_with,
     prove_equal,
+    read_config,
     refuse_adapters,
     seen_as,
     shifted_norms,
+    unread_notes,
     without_frequencies,
 )
 from ckpt_tools.commands.job.conversion import Conversion, Progress, RunOptions, Writer, convert
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.outputs import in_root, refuse_overlap
-from ckpt_tools.commands.job.placements import Layout
+from ckpt_tools.commands.job.placements import Layout, TargetJob, said_tp
 from ckpt_tools.commands.job.report import ConversionReport
-from ckpt_tools.commands.job.target_job import TargetJob, said_tp
-from ckpt_tools.errors import CkptError, MappingError, UnsupportedCheckpointError, UsageError
+from ckpt_tools.errors import (
+    CkptError,
+    CorruptCheckpointError,
+    MappingError,
+    UnsupportedCheckpointError,
+    UsageError,
+)
 from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.locate.detect import MAX_DIGITS, Location, locate
 from ckpt_tools.formats.locate.run_layouts import ForeignFormatError, snapshot_of
 from ckpt_tools.formats.pickle.unpickle import StandIn, TorchDtype, stand_in
-from ckpt_tools.formats.safetensors import read_safetensors_catalog
-from ckpt_tools.formats.storage.files import AnyPath, Files
-from ckpt_tools.formats.storage.joined_files import FilesBeside
+from ckpt_tools.formats.safetensors import read_safetensors_catalog, read_safetensors_header, refuse_pointers
+from ckpt_tools.formats.storage.files import AnyPath, Files, absent_folder, read_whole
+from ckpt_tools.formats.storage.joined_files import FilesBeside, joined_entry
 from ckpt_tools.formats.storage.open_files import open_files
+from ckpt_tools.formats.untrusted_documents import DocumentError, parse_json
 from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh, given_settings
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.huggingface.families.identify import family_of_config
-from ckpt_tools.megatron.huggingface.lora.peft import MERGE_WITH_PEFT
+from ckpt_tools.megatron.huggingface.lora.peft import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    MERGE_WITH_PEFT,
+    WithAdapter,
+    read_peft_settings,
+    with_adapter,
+)
 from ckpt_tools.megatron.huggingface.mapping.checks import Spec
 from ckpt_tools.megatron.huggingface.mapping.rules import Family
 from ckpt_tools.megatron.huggingface.mapping.targets import Imported, import_targets, shared_head
@@ -200,6 +215,41 @@ def read_huggingface(opened: Opened, options: ImportOptions) -> tuple[Imported, 
     tensors = {key: seen_as(entry, shapes.get(key, entry.shape)) for key, entry in catalog.tensors.items()}
     seen = replace(catalog, tensors=tensors)
     return imported, _model(seen, imported, common_state(imported, options, opened.location.path), options)
+
+
+def merge_peft(
+    base: Catalog, adapter: str, shared: tuple[str, str] | None, family: Family | None
+) -> WithAdapter:
+    """The tensors of a model with those of the PEFT directory `adapter` added; `shared` and `family` as of
+    `with_adapter`.
+
+    Its files are named as among joined folders.
+    """
+    with closing(open_files(snapshot_of(adapter))) as files:
+        if not files.exists(ADAPTER_CONFIG):
+            raise UnsupportedCheckpointError(_no_peft(adapter))
+        if not files.exists(ADAPTER_WEIGHTS):
+            raise UnsupportedCheckpointError(
+                f"{adapter} has no {ADAPTER_WEIGHTS}; save it with safe_serialization=True"
+            )
+        refuse_pointers(files, [ADAPTER_CONFIG, ADAPTER_WEIGHTS])
+        try:
+            settings = read_peft_settings(parse_json(read_whole(files, ADAPTER_CONFIG)))
+        except DocumentError as error:
+            raise CorruptCheckpointError(f"{files.location}/{ADAPTER_CONFIG}: {error}") from error
+        stored = read_safetensors_header(files, ADAPTER_WEIGHTS)
+        entries = {key: joined_entry(files, e, f"{key} of {adapter}") for key, e in stored.items()}
+    return with_adapter(base, Catalog(files.location, entries, {}), settings, shared, family)
+
+
+def _no_peft(adapter: str) -> str:
+    """Why nothing is found there."""
+    place = Path(adapter.removeprefix("file://"))
+    if "://" not in adapter.removeprefix("file://") and not place.is_dir():
+        if place.exists():
+            return f"{adapter} is a file; give the PEFT directory ({place.parent})"
+        return absent_folder(place)
+    return f"{adapter} is not a PEFT directory: it has no {ADAPTER_CONFIG}"
 
 
 def _shared_head(
@@ -376,7 +426,7 @@ def _open(source: str, options: ImportOptions) -> Opened:
                 pass
         raise
     if options.adapter is not None:
-        files = FilesBeside(files, [peft_files(options.adapter)])
+        files = FilesBeside(files, [open_files(snapshot_of(options.adapter))])
     return Opened(Location("safetensors", folder), files, catalog, CommonState({}, None))
 
 

@@ -16,9 +16,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
 from ckpt_tools.commands.job.outputs import choose_output
-from ckpt_tools.commands.job.placements import Layout, LiveModel, lay_out, place_model
+from ckpt_tools.commands.job.placements import Layout, LiveModel, TargetJob, lay_out, place_model
 from ckpt_tools.commands.job.report import ConversionReport, Edits, Masters, MastersUse
-from ckpt_tools.commands.job.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, VerificationError
 from ckpt_tools.execute.move.read_box import read_box
 from ckpt_tools.execute.processes.ranks import Ranks, connect

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.close_names import unmatched_lines
 from ckpt_tools.commands.job.opened import open_checkpoint
-from ckpt_tools.commands.look.read_values import json_value
+from ckpt_tools.commands.look.dcp_json import json_value
 from ckpt_tools.errors import UsageError, raise_if
 from ckpt_tools.formats.locate.detect import Location
 from ckpt_tools.formats.storage.files import AnyPath, path_text

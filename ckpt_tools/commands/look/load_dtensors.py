@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ckpt_tools.commands.convert.to_fsdp_dtensor import prepare_output
+from ckpt_tools.commands.convert.to_dtensors import prepare_output
 from ckpt_tools.commands.job.conversion import ConvertOptions, Prepared
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.commands.job.placements import Layout, in_reading_order, place_model

@@ -17,7 +17,7 @@ from math import prod
 from typing import Any, Generic
 
 from ckpt_tools.close_names import unmatched_lines
-from ckpt_tools.commands.check.sides import HUGGINGFACE, KEYS, PARAMETERS, DiffRequest, under_one_naming
+from ckpt_tools.commands.check.diff import HUGGINGFACE, KEYS, PARAMETERS, DiffRequest, under_one_naming
 from ckpt_tools.commands.huggingface.folder import CONFIG, read_config
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
 from ckpt_tools.commands.job.read_model import READ, Wanted, read_model

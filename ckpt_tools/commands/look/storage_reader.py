@@ -34,8 +34,7 @@ from torch.distributed.checkpoint.storage import StorageReader as TorchStorageRe
 from torch.futures import Future
 
 from ckpt_tools.close_names import close_names
-from ckpt_tools.commands.convert.to_dcp import prepare_dcp
-from ckpt_tools.commands.convert.to_fsdp_dtensor import prepare, prepare_model
+from ckpt_tools.commands.convert.to_dtensors import prepare, prepare_dcp, prepare_model
 from ckpt_tools.commands.huggingface.import_hf import ImportOptions, read_huggingface
 from ckpt_tools.commands.job.conversion import ConvertOptions, Prepared
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint

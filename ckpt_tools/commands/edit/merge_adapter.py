@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt_tools.commands.convert.to_fsdp_dtensor import prepare_model
+from ckpt_tools.commands.convert.to_dtensors import prepare_model
 from ckpt_tools.commands.convert.to_torch_dist import write_torch_dist
 from ckpt_tools.commands.job.conversion import (
     Conversion,
