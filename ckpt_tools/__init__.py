@@ -52,7 +52,7 @@ _PUBLIC = {
     "export_hf": "commands.huggingface.export_hf",
     "ImportOptions": "commands.huggingface.import_hf",
     "import_hf": "commands.huggingface.import_hf",
-    "VerifyOptions": "commands.check.verify",
+    "VerifyOptions": "verify.report",
     "verify_checkpoint": "commands.check.verify",
     "Tolerance": "verify.compare.arrays",
     "DiffOptions": "verify.compare.differences",
@@ -80,7 +80,6 @@ __all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604  keys of _PUBLIC are string
 if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from ckpt_tools.commands.check.diff import diff_checkpoints as diff_checkpoints
     from ckpt_tools.commands.check.preflight import preflight as preflight
-    from ckpt_tools.commands.check.verify import VerifyOptions as VerifyOptions
     from ckpt_tools.commands.check.verify import verify_checkpoint as verify_checkpoint
     from ckpt_tools.commands.convert.plan import plan_checkpoint as plan_checkpoint
     from ckpt_tools.commands.convert.to_dtensors import build_group_map as build_group_map
@@ -119,6 +118,7 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from ckpt_tools.sharding.topology import Topology as Topology
     from ckpt_tools.verify.compare.arrays import Tolerance as Tolerance
     from ckpt_tools.verify.compare.differences import DiffOptions as DiffOptions
+    from ckpt_tools.verify.report import VerifyOptions as VerifyOptions
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,6 @@ from ckpt_tools.cli.table import FSDP_TARGET, TABLE, TORCH_DIST_TARGET, fill, wi
 from ckpt_tools.cli.verbs import check, convert, edit, look
 from ckpt_tools.cli.verbs.convert import JOB_SIZES
 from ckpt_tools.commands.check.diff import DiffRequest
-from ckpt_tools.commands.check.verify import VerifyOptions
 from ckpt_tools.commands.convert.plan import plan_checkpoint
 from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions
 from ckpt_tools.commands.edit.average import AverageOptions
@@ -34,6 +33,7 @@ from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from ckpt_tools.verify.compare.arrays import Tolerance
 from ckpt_tools.verify.compare.differences import DiffOptions
+from ckpt_tools.verify.report import VerifyOptions
 
 # What is filled by a command's options, and the rows that the command has of its own.
 FILLED: tuple[tuple[Callable[..., Any], Mapping[str, Row]], ...] = (

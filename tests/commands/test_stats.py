@@ -19,7 +19,7 @@ from torch.distributed import checkpoint as dcp
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.check.diff import DiffRequest, diff_checkpoints
-from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.commands.check.verify import verify_checkpoint
 from ckpt_tools.commands.convert.to_dtensors import convert_to_fsdp_dtensor
 from ckpt_tools.commands.look.inspect import inspect_checkpoint
 from ckpt_tools.commands.look.stats import (
@@ -38,6 +38,7 @@ from ckpt_tools.model.dtypes import ITEMSIZE
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.model.views import Source
 from ckpt_tools.verify.content.values import Change, Statistics
+from ckpt_tools.verify.report import VerifyOptions
 from tests.altered import scaled
 from tests.cases import user_cases as user_cases  # noqa: PLC0414  a fixture
 from tests.commands import oracle

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from torch.distributed import checkpoint as dcp
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.commands.check.verify import verify_checkpoint
 from ckpt_tools.formats.dcp.metadata_read import read_catalog
 from ckpt_tools.formats.storage.files import LocalFiles
 from ckpt_tools.formats.torch_archive.item_reader import load_object, whole_file
@@ -27,6 +27,7 @@ from ckpt_tools.model.box import Box
 from ckpt_tools.model.dtypes import ITEMSIZE
 from ckpt_tools.model.target import InlineTensor
 from ckpt_tools.verify.content.values import Census, parts_of
+from ckpt_tools.verify.report import VerifyOptions
 from tests.conftest import DATA
 from tests.damage import (
     ITERATION,

@@ -68,7 +68,8 @@ def verify(
     Without --content only metadata and file sizes are read, and every pickle: nothing in it is executed.
     """
     from ckpt_tools.cli.progress import progress_bar
-    from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint, verify_checkpoints
+    from ckpt_tools.commands.check.verify import verify_checkpoint, verify_checkpoints
+    from ckpt_tools.verify.report import VerifyOptions
 
     of_all = given["iteration"] == "all"
     options = fill(VerifyOptions, given, every_iteration=of_all)

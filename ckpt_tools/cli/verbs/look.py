@@ -282,7 +282,6 @@ def render_values(values: object) -> str:
 
 _STDOUT = Path("-")
 _SHOWN = 20
-_CHANGE = ("relative change", "cosine", "largest |B - A|", "changed", "of", "NaN, Inf")
 
 
 _STATS = {
@@ -367,16 +366,10 @@ def _verdict(sick: int, measured: int) -> str:
 
 
 def _print_statistics(found: CheckpointStatistics) -> None:
-    from ckpt_tools.commands.look.stats_page import short
+    from ckpt_tools.commands.look.stats_page import COUNTS, NORMS, numbers_of, short
 
     roles, layers = found.roles(), found.layers()
-    columns: tuple[str, ...] = ("norm", "rms", "mean", "min", "max")
-    rows: list[list[object]] = []
-    for role, sums in roles.items():
-        numbers = sums.summary()
-        census = sums.census
-        rows.append([role, *(short(numbers[c]) for c in columns), sums.zeros, census.nans, census.infinities])
-    render.print_table(("role", *columns, "zeros", "NaN", "Inf"), rows)
+    render.print_table(("role", *NORMS, *COUNTS), [[role, *numbers_of(sums)] for role, sums in roles.items()])
     labels = list(dict.fromkeys(label for label, _ in layers))
     if not found.chosen and len(labels) > 1:
         table = []
@@ -391,26 +384,21 @@ def _print_statistics(found: CheckpointStatistics) -> None:
     if not listed:
         return
     columns = ("norm", "mean", "min", "max")
-    rows = []
-    for t in listed:
-        numbers, census = t.found.summary(), t.found.census
-        shown = [short(numbers[c]) for c in columns]
-        counts = (t.found.zeros, census.nans, census.infinities)
-        rows.append([t.named.title, t.named.role, t.named.tensor.dtype, *shown, *counts])
+    rows = [
+        [t.named.title, t.named.role, t.named.tensor.dtype, *numbers_of(t.found, columns)] for t in listed
+    ]
     title, most = ("", None) if found.chosen else ("tensors with NaN or Inf", _SHOWN)
-    render.print_table(("tensor", "role", "dtype", *columns, "zeros", "NaN", "Inf"), rows, title, most)
+    render.print_table(("tensor", "role", "dtype", *columns, *COUNTS), rows, title, most)
 
 
 def _print_change(found: CheckpointChange) -> None:
-    from ckpt_tools.commands.look.stats_page import change_numbers
+    from ckpt_tools.commands.look.stats_page import CHANGE, change_of
 
     if found.chosen:
         _print_changed_tensors(found.tensors)
     else:
-        rows: list[list[object]] = [
-            [role, *change_numbers(f), f.changed, f.elements, f.left_out] for role, f in found.roles().items()
-        ]
-        render.print_table(("role", *_CHANGE), rows)
+        rows = [[role, *change_of(f)] for role, f in found.roles().items()]
+        render.print_table(("role", *CHANGE), rows)
         _print_changed_layers(found)
         if wrong := found.nonfinite():
             _print_changed_tensors(wrong, "tensors with NaN or Inf in A or B", _SHOWN)
@@ -441,13 +429,10 @@ def _print_changed_layers(found: CheckpointChange) -> None:
 def _print_changed_tensors(
     tensors: Sequence[Measured[Change]], title: str = "", most: int | None = None
 ) -> None:
-    from ckpt_tools.commands.look.stats_page import change_numbers
+    from ckpt_tools.commands.look.stats_page import CHANGE, change_of
 
-    rows = [
-        (t.named.title, t.named.role, *change_numbers(t.found), t.found.changed, t.found.elements, t.found.left_out)
-        for t in tensors
-    ]  # fmt: skip
-    render.print_table(("tensor", "role", *_CHANGE), rows, title, most)
+    rows = [(t.named.title, t.named.role, *change_of(t.found)) for t in tensors]
+    render.print_table(("tensor", "role", *CHANGE), rows, title, most)
 
 
 COMMANDS = {

@@ -116,8 +116,16 @@ def preflight(
         if about.kind == "fsdp_dtensor" and (words or yaml_file):
             assert job is not None
             checks += [_launcher_check(job, words), _steps_check(place, job)]
-        stored = _stored_checks(opened)
-        with_path = (_with_path(check, checkpoint) for check in (*checks, *stored))
+        stored: tuple[
+            Check, ...
+        ] = ()  # of `verify`: whether a strict load finds every key that it asks for, and its bytes
+        if about.kind == "fsdp_dtensor":
+            stored = (check_files(opened.files, opened.catalog), *fsdp_entries_and_keys(opened))
+        path = shlex.quote(checkpoint)  # in commands, which can be run as they stand but for what they write
+        with_path = (
+            replace(c, findings=tuple(f._replace(fix=_PLACE.sub(lambda _: path, f.fix)) for f in c.findings))
+            for c in (*checks, *stored)
+        )
         report = Report(opened.location.path, opened.location.kind, tuple(with_path))
         starts: tuple[Start, ...] = ()
         if about.kind == "fsdp_dtensor":
@@ -178,13 +186,6 @@ def run_rule(rule: Rule, facts: Facts) -> Check:
     return Check(rule.name, "rules", 1, findings, source=rule.where)
 
 
-def _with_path(check: Check, checkpoint: str) -> Check:
-    """The check with commands that can be run as they stand, but for the name of what they write."""
-    path = shlex.quote(checkpoint)
-    findings = (f._replace(fix=_PLACE.sub(lambda _: path, f.fix)) for f in check.findings)
-    return replace(check, findings=tuple(findings))
-
-
 def _described(words: Sequence[str], yaml_file: Path | None, program: str) -> Job | None:
     """The job that the user describes, None when there is no description."""
     job = None
@@ -240,21 +241,15 @@ def _about(opened: Opened) -> tuple[Facts, int | None]:
         rng_ranks=frozenset(ranks),
         tp_of_packed=tp,
         packed=_packed(shapes) if is_fsdp else (),
-        schedule=_schedule(opened) if is_fsdp else {},
+        schedule={
+            key.removeprefix(_SCHEDULER): load_object(opened.files, entry.item, opened.trust_pickle)
+            for key, entry in catalog.objects.items()
+            if is_fsdp and key.startswith(_SCHEDULER)
+        },
         **job,
     )
     size = tp or facts.args.get("tensor_model_parallel_size")
     return facts, size if isinstance(size, int) and size > 0 else None
-
-
-def _schedule(opened: Opened) -> dict[str, Any]:
-    """The stored state of the learning-rate schedule."""
-    stored = opened.catalog.objects
-    return {
-        key.removeprefix(_SCHEDULER): load_object(opened.files, stored[key].item, opened.trust_pickle)
-        for key in stored
-        if key.startswith(_SCHEDULER)
-    }
 
 
 def _packed(names: Iterable[str]) -> tuple[str, ...]:
@@ -385,10 +380,3 @@ def _unsaid_check(facts: Facts) -> Check:
     return Check(
         "unsaid", "settings", len(facts.args), tuple(findings), source=f"training/arguments.py ({name})"
     )
-
-
-def _stored_checks(opened: Opened) -> list[Check]:
-    """The checks of `verify` that decide whether a strict load finds every key it asks for, and its bytes."""
-    if opened.location.kind != "fsdp_dtensor":
-        return []
-    return [check_files(opened.files, opened.catalog), *fsdp_entries_and_keys(opened)]

@@ -17,6 +17,8 @@ from ckpt_tools.megatron.run_state.record import read_record
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.roles import Role
 
+NO_STATE = CommonState({}, None)
+
 
 @dataclass(frozen=True, slots=True)
 class Opened:
@@ -65,10 +67,9 @@ def open_checkpoint(
     files = open_files(location.path)
     try:
         if location.kind == "safetensors":
-            return Opened(location, files, read_safetensors_catalog(location.path), CommonState({}, None))
+            return Opened(location, files, read_safetensors_catalog(location.path), NO_STATE)
         catalog = read_catalog(files, trust_pickle)
-        nothing = CommonState({}, None)
-        common = read_common_state(files, catalog, trust_pickle) if with_common else nothing
+        common = read_common_state(files, catalog, trust_pickle) if with_common else NO_STATE
         read_record(files)  # a damaged one ends every command
         if location.has_metadata_json:
             refuse_metadata_json(files, catalog.tensors)
@@ -84,9 +85,8 @@ def warn_of_iteration(location: Location, common: CommonState) -> None:
     named, stored = location.iteration, common.iteration
     if named is None or stored is None or named == stored:
         return
-    from ckpt_tools.verify.checkpoint.place import (
-        number_fix,  # who only reads needs nothing else of the verify room
-    )
+    # Who only reads needs nothing else of the verify room.
+    from ckpt_tools.verify.checkpoint.place import number_fix
 
     fix = number_fix(location, stored)
     warnings.warn(

@@ -36,7 +36,7 @@ from ckpt_tools.formats.storage.files import AnyPath, path_text
 from ckpt_tools.formats.torch_archive.item_reader import load_object
 from ckpt_tools.megatron.keys import one_expert
 from ckpt_tools.model.box import Box, full_box
-from ckpt_tools.model.catalog import Catalog, Chunk
+from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.dtypes import CASTABLE, itemsize
 from ckpt_tools.model.kernels.casts import Array, bfloat16_to_float32, numpy_dtype, raw_dtype
 from ckpt_tools.model.kernels.kernel import MINIFLOATS, minifloat_values
@@ -44,7 +44,8 @@ from ckpt_tools.model.model import Model
 from ckpt_tools.model.model import Parameter as ModelParameter
 from ckpt_tools.model.target import TargetTensor, target_of
 from ckpt_tools.plan.byte_runs import row_major_tiles
-from ckpt_tools.verify.content.values import decoded
+from ckpt_tools.verify.compare.arrays import to_float64
+from ckpt_tools.verify.content.values import Statistics, decoded
 
 MAX_SHOWN = 1000  # elements, unless a slice is asked for
 _TILE_BYTES = 4 << 20
@@ -102,17 +103,31 @@ def print_tensor(
     """
     source = path_text(source)
     with open_checkpoint(source, iteration, trust_pickle) as opened:
-        if key in opened.catalog.objects:
+        catalog, chunks = opened.catalog, tuple[tuple[Box, str], ...]()
+        if key in catalog.objects:
             if part is not None:
                 raise UsageError(f"{key} is an object, not a tensor; --slice does not apply")
-            value = load_object(opened.files, opened.catalog.objects[key].item, trust_pickle)
+            value = load_object(opened.files, catalog.objects[key].item, trust_pickle)
             return Printed(opened.location.path, key, None, values=json_value(value))
-        entry = opened.catalog.tensors.get(key)
+        entry = catalog.tensors.get(key)
         if entry is None or role is not None:
             target, catalog = _parameter(opened, key, role)
-            return _printed(opened, catalog, target, (), part, stats)
-        target = target_of(key, entry.value)
-        return _printed(opened, opened.catalog, target, entry.chunks, part, stats)
+        else:
+            target, chunks = (
+                target_of(key, entry.value),
+                tuple((box, item.file) for box, item in entry.chunks),
+            )
+        dtype, shape = target.dtype, target.shape
+        box, indexed = (_corner(shape), ()) if part is None else parse_slice(part, shape)
+        with closing(BoxReader(opened.files, catalog)) as reader:
+            read = reader.tensor(target)
+            shown = read(box)
+            numbers = (
+                to_float64(shown.view(raw_dtype(dtype)), dtype) if dtype in CASTABLE else shown
+            )  # else bits
+            statistics = _statistics(read, full_box(shape) if part is None else box, dtype) if stats else {}
+        values = numbers.squeeze(indexed).tolist()
+        return Printed(opened.location.path, target.key, dtype, shape, box, values, chunks, statistics)
 
 
 def _parameter(opened: Opened, name: str, role: str | None) -> tuple[TargetTensor, Catalog]:
@@ -122,7 +137,7 @@ def _parameter(opened: Opened, name: str, role: str | None) -> tuple[TargetTenso
         model = read_model(opened, Wanted(unknown_keys=True))
     except CkptError:
         raise MappingError(_no_such_key(name, keys)) from None
-    by_name = {one_expert(p.name, p.expert): p for p in model.parameters}
+    by_name = _by_name(model)
     parameter = by_name.get(name)
     if parameter is None:
         raise MappingError(_no_such_key(name, [*keys, *by_name]))
@@ -134,36 +149,11 @@ def _parameter(opened: Opened, name: str, role: str | None) -> tuple[TargetTenso
     return target_of(f"{name} ({wanted})", value), model.catalog
 
 
-def _printed(
-    opened: Opened,
-    catalog: Catalog,
-    target: TargetTensor,
-    chunks: Sequence[Chunk],
-    part: str | None,
-    stats: bool,
-) -> Printed:
-    box, indexed = (_corner(target.shape), ()) if part is None else parse_slice(part, target.shape)
-    over = full_box(target.shape) if part is None else box
-    with closing(BoxReader(opened.files, catalog)) as reader:
-        read = reader.tensor(target)
-        values = to_numbers(read(box), target.dtype).squeeze(indexed).tolist()
-        statistics = _statistics(read, over, target.dtype) if stats else {}
-    stored = tuple((chunk.box, chunk.item.file) for chunk in chunks)
-    return Printed(
-        opened.location.path, target.key, target.dtype, target.shape, box, values, stored, statistics
-    )
-
-
-def to_numbers(values: Array, dtype: str) -> Array:
-    """Values as numbers that Python can print; 8-bit floats as their bits."""
-    from ckpt_tools.verify.compare.arrays import to_float64
-
-    return to_float64(values.view(raw_dtype(dtype)), dtype) if dtype in CASTABLE else values
+def _by_name(model: Model) -> dict[str, ModelParameter]:
+    return {one_expert(p.name, p.expert): p for p in model.parameters}
 
 
 def _statistics(read: Any, box: Box, dtype: str) -> dict[str, Any]:
-    from ckpt_tools.verify.content.values import Statistics
-
     found = Statistics()
     for tile in row_major_tiles(box, _TILE_BYTES // itemsize(dtype)):
         if not tile.is_empty:
@@ -193,13 +183,10 @@ def parse_slice(text: str, shape: Sequence[int]) -> tuple[Box, tuple[int, ...]]:
             start[d], size[d] = index, 1
             indexed.append(d)
         else:
-            low, high, _ = slice(_number(match[2]), _number(match[3])).indices(shape[d])
+            ends = (int(match[i]) if match[i] else None for i in (2, 3))
+            low, high, _ = slice(*ends).indices(shape[d])
             start[d], size[d] = low, max(high - low, 0)
     return Box(tuple(start), tuple(size)), tuple(indexed)
-
-
-def _number(text: str) -> int | None:
-    return int(text) if text else None
 
 
 def _corner(shape: tuple[int, ...]) -> Box:
@@ -400,7 +387,7 @@ class Parameters(Mapping[str, Parameter]):
 
     def __init__(self, reader: BoxReader, model: Model) -> None:
         self._reader = reader
-        self._by_name = {one_expert(p.name, p.expert): p for p in model.parameters}
+        self._by_name = _by_name(model)
 
     def __getitem__(self, name: str) -> Parameter:
         _check_text(name, "names", "decoder.final_layernorm.weight")
