@@ -255,7 +255,10 @@ def parameters(command: Any, ctx: Any, options: Set[str] | None = None) -> list[
 
 def write_sections(rows: Iterable[tuple[str, Row]], formatter: Any) -> None:
     """Definition lists, one a section."""
-    for section, found in by_section(rows).items():
+    sections: dict[str, list[Row]] = {}  # in the order in which they first appear
+    for section, row in rows:
+        sections.setdefault(section, []).append(row)
+    for section, found in sections.items():
         with formatter.section(section):
             _write_rows(found, formatter)
 
@@ -269,14 +272,6 @@ def _write_rows(rows: list[Row], formatter: Any) -> None:
         for indent, part in ((2, term), (6, " ".join(text.split()))):
             lines = fold_cell(part, formatter.width - indent)
             formatter.write("".join(f"{' ' * indent}{line}\n" for line in lines))
-
-
-def by_section(rows: Iterable[tuple[str, Row]]) -> dict[str, list[Row]]:
-    """The rows of each section, in the order in which the sections first appear."""
-    sections: dict[str, list[Row]] = {}
-    for section, row in rows:
-        sections.setdefault(section, []).append(row)
-    return sections
 
 
 def write_epilog(epilog: str | None, formatter: Any) -> None:

@@ -232,7 +232,9 @@ def layout_of(given: Given) -> Layout | None:
     layout, gpus, world_size = _name(given), given["gpus"], given["world_size"]
     if gpus is None and given["dp_shard"] is None and layout in (None, "even"):
         axes = [
-            f"--{name.replace('_', '-')} {given[name]}" for name in _AXES if given[name] != _default(name)
+            f"--{name.replace('_', '-')} {given[name]}"
+            for name in _AXES
+            if given[name] != TABLE[name].default
         ]
         if axes:
             raise UsageError(
@@ -281,11 +283,6 @@ def _of_job(given: Given, world: int | None) -> Layout:
         name_given=layout is not None,
         units=given["units"],
     )
-
-
-def _default(name: str) -> object:
-    default = TABLE[name].default
-    return getattr(default, "value", default)
 
 
 def _refuse_mistyped(given: Given) -> None:

@@ -29,7 +29,7 @@ from ckpt_tools.human import counted, human_bytes
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.edit.average import Averaged
-    from ckpt_tools.commands.edit.copy import Copied, CopyReport
+    from ckpt_tools.commands.edit.copy import Copied
     from ckpt_tools.commands.edit.repair import Repaired
     from ckpt_tools.commands.job.report import ConversionReport
 
@@ -322,19 +322,18 @@ def copy(
     )
     with progress_bar(given["quiet"]) as progress:
         done = copy_checkpoint(input_dir, output_dir, options, progress)
-    print(render.json_text(done.as_json())) if given["as_json"] else _print_copies(done, given["verbose"])
+    if given["as_json"]:
+        print(render.json_text(done.as_json()))
+    else:
+        for copied in done.copied:
+            _print_copied(copied, given["verbose"])
+        if done.already_there:
+            render.tell(f"already there: {', '.join(map(str, done.already_there))}")
     for iteration in done.not_finished:
         say_unfinished(iteration)
     for number, error in done.failed:
         render.complain(f"error: {iteration_name(number)} was not copied: {error}")
     raise typer.Exit(max((error.exit_code for _, error in done.failed), default=0))
-
-
-def _print_copies(done: CopyReport, verbose: bool) -> None:
-    for copied in done.copied:
-        _print_copied(copied, verbose)
-    if done.already_there:
-        render.tell(f"already there: {', '.join(map(str, done.already_there))}")
 
 
 def _print_copied(copied: Copied, verbose: bool) -> None:

@@ -183,7 +183,11 @@ def _print_iterations(found: RunListing) -> None:
     from ckpt_tools.formats.locate.run_layouts import layouts_of
 
     if found.runs:
-        _print_runs(found)
+        runs = [
+            (row.name, row.iterations, row.latest or "-", row.kind or "-", human_bytes(row.nbytes))
+            for row in found.runs
+        ]
+        render.print_table(("run", "iterations", "latest", "format", "size"), runs)
         return
     rows = [
         (
@@ -213,14 +217,6 @@ def _print_iterations(found: RunListing) -> None:
         listed = ", ".join(f"{render.escape(name)} {human_bytes(n)}" for name, n in largest[:5])
         more = f", and {len(largest) - 5:,} more" if len(largest) > 5 else ""
         render.tell(f"other files: {listed}{more}")
-
-
-def _print_runs(found: RunListing) -> None:
-    rows = [
-        (row.name, row.iterations, row.latest or "-", row.kind or "-", human_bytes(row.nbytes))
-        for row in found.runs
-    ]
-    render.print_table(("run", "iterations", "latest", "format", "size"), rows)
 
 
 def print_tensor(

@@ -126,13 +126,6 @@ def _refuse_same(location: Location, model: Model, options: ToTorchDistOptions) 
         )
 
 
-def _has_masters_beside_weights(kind: str, model: Model) -> bool:
-    """Whether the source stores masters and the weights that these must round to."""
-    if kind == "dcp":
-        return any(MASTER in p.values and WEIGHT in p.values for p in model.parameters)
-    return kind == "torch_dist" and MASTER in model.roles
-
-
 def write_torch_dist(model: Model, opened: Opened, options: TorchDistOptions, world: int) -> Conversion:
     """The model as `torch_dist`: a chunk for every layer and expert, written by `world` processes.
 
@@ -142,7 +135,10 @@ def write_torch_dist(model: Model, opened: Opened, options: TorchDistOptions, wo
     carried = carried_objects(model, built.target.objects)
     as_stored = {key: opened.catalog.objects[key].item for key in carried}
     archives = _archives(opened, built.target.objects, as_stored)
-    beside_weights = _has_masters_beside_weights(opened.location.kind, model)
+    # Masters, and the weights that these must round to.
+    beside_weights = not opened.format.masters_in_place and any(
+        MASTER in p.values and WEIGHT in p.values for p in model.parameters
+    )
     otherwise: MastersUse = "as_stored" if keeps_masters(model) else "left_out" if model.unread else "none"
 
     def without_masters(note: str) -> Conversion:

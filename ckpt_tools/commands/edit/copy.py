@@ -162,6 +162,8 @@ def _copy(source: str, output: str, options: CopyOptions, progress: Progress | N
         }  # an error: it is absent
         big = {name: n for name, n in sizes.items() if n and (n > _SMALL_BYTES or name.endswith(_TENSORS))}
         big.pop(METADATA, None)
+        # `.metadata` last, which makes a folder in a store a checkpoint.
+        small = sorted(sizes.keys() - big.keys(), key=lambda name: (name == METADATA, name))
         runs, proven_whole = _runs(files, catalog, big, options.write.check_source != "none")
         made = Conversion(
             to="hf" if location.kind == "safetensors" else location.kind,
@@ -170,7 +172,7 @@ def _copy(source: str, output: str, options: CopyOptions, progress: Progress | N
             catalog=catalog,
             target=Target(()),
             plan=build_copy_plan(runs),
-            extra_files=_small_files(files, [name for name in sizes if name not in big]),
+            extra_files={name: read_whole(files, name, MAX_METADATA_BYTES) for name in small},
             beside=_trackers(source, location),
             edits=Edits(),
             copies_files=True,
@@ -206,12 +208,6 @@ def _named_by(catalog: Catalog) -> set[str]:
     """The files that a catalog's items lie in."""
     tensors = {chunk.item.file for entry in catalog.tensors.values() for chunk in entry.chunks}
     return tensors | {entry.item.file for entry in catalog.objects.values()}
-
-
-def _small_files(files: Files, names: Iterable[str]) -> dict[str, bytes]:
-    """Files as bytes; `.metadata` last, which makes a folder in a store a checkpoint."""
-    ordered = sorted(names, key=lambda name: (name == METADATA, name))
-    return {name: read_whole(files, name, MAX_METADATA_BYTES) for name in ordered}
 
 
 def _trackers(source: str, location: Location) -> Mapping[str, bytes]:

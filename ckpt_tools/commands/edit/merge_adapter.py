@@ -21,7 +21,7 @@ from ckpt_tools.commands.job.conversion import (
     convert,
     like_to_like,
 )
-from ckpt_tools.commands.job.opened import Opened, open_checkpoint
+from ckpt_tools.commands.job.opened import Opened, closed_on_error, open_checkpoint
 from ckpt_tools.commands.job.outputs import refuse_overlap
 from ckpt_tools.commands.job.placements import Layout
 from ckpt_tools.commands.job.read_model import Wanted, keeps_masters, master_targets, read_beside_masters
@@ -147,7 +147,7 @@ def _adapted_masters(model: Model, adapters: tuple[Adapter, ...]) -> list[Target
 def _open(source: str, options: MergeOptions) -> Opened:
     opened = open_checkpoint(source, options.iteration, options.trust_pickle)
     path = options.adapter
-    try:
+    with closed_on_error(opened.files):
         if opened.location.kind == "safetensors" or (path is not None and _is_peft(path)):
             raise UnsupportedCheckpointError(
                 f"{source} and {path or 'its adapter'}: a Megatron adapter is merged into a Megatron checkpoint. A "
@@ -158,9 +158,6 @@ def _open(source: str, options: MergeOptions) -> Opened:
         if path is None:
             return opened
         return replace(opened, files=FilesBeside(opened.files, [open_files(locate(path).path)]))
-    except BaseException:
-        opened.files.close()
-        raise
 
 
 def _is_peft(path: str) -> bool:

@@ -40,7 +40,7 @@ from ckpt_tools.commands.huggingface.folder import (
     without_frequencies,
 )
 from ckpt_tools.commands.job.conversion import Conversion, Progress, Writer, convert, open_source
-from ckpt_tools.commands.job.opened import Opened
+from ckpt_tools.commands.job.opened import Opened, closed_on_error
 from ckpt_tools.commands.job.outputs import output_directory, place_parts, refuse_overlap
 from ckpt_tools.commands.job.read_model import GO_ON_UNPROVEN
 from ckpt_tools.commands.job.report import ConversionReport
@@ -324,16 +324,13 @@ def _open(source: str, options: ExportOptions) -> Opened:
     opened = open_source(source, options)
     if holds_several(opened.catalog):
         return opened
-    try:
+    with closed_on_error(opened.files):
         if options.hf_config is None:
             raise UsageError(
                 f"--tower {options.tower}: --hf-config names the directory of the whole model, from where the other "
                 "parts are taken; the checkpoint is a language model alone"
             )
         return replace(opened, files=FilesBeside(opened.files, [tower_files(options.hf_config)]))
-    except BaseException:
-        opened.files.close()
-        raise
 
 
 def _place(source: str, location: Location, output: str, options: ExportOptions) -> Output:

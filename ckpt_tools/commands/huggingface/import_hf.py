@@ -25,7 +25,7 @@ from ckpt_tools.commands.huggingface.folder import (
     without_frequencies,
 )
 from ckpt_tools.commands.job.conversion import Conversion, Progress, RunOptions, Writer, convert
-from ckpt_tools.commands.job.opened import Opened
+from ckpt_tools.commands.job.opened import NO_STATE, Opened, closed_on_error
 from ckpt_tools.commands.job.outputs import in_root, refuse_overlap
 from ckpt_tools.commands.job.placements import Layout, TargetJob, said_tp
 from ckpt_tools.commands.job.report import ConversionReport
@@ -413,21 +413,20 @@ def _local_name(name: str, has_mla: bool) -> str:
 def _open(source: str, options: ImportOptions) -> Opened:
     folder = snapshot_of(source)
     files = open_files(folder)
-    try:
-        catalog = read_safetensors_catalog(folder)
-    except BaseException as error:
-        files.close()
-        if isinstance(error, UnsupportedCheckpointError):
+    with closed_on_error(files):
+        try:
+            catalog = read_safetensors_catalog(folder)
+        except UnsupportedCheckpointError:
             try:
                 locate(folder)
             except ForeignFormatError:  # another program's files, which it makes a model of
                 raise
             except CkptError:
                 pass
-        raise
+            raise
     if options.adapter is not None:
         files = FilesBeside(files, [open_files(snapshot_of(options.adapter))])
-    return Opened(Location("safetensors", folder), files, catalog, CommonState({}, None))
+    return Opened(Location("safetensors", folder), files, catalog, NO_STATE)
 
 
 def _place(source: str, location: Location, output: str, options: ImportOptions) -> Output:

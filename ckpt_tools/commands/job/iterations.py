@@ -165,15 +165,8 @@ def is_being_written(source: str, number: int | None) -> bool:
 def holds(source: str, output: str, number: int, kinds: tuple[CheckpointKind, ...]) -> bool:
     """Whether the root `output` holds this iteration of `source`, as one of these kinds (empty: the source's)."""
     try:
-        return is_there(output, number, *(kinds or (locate(source, number).kind,)))
-    except CkptError:
-        return False
-
-
-def is_there(output: str, number: int, *kinds: CheckpointKind) -> bool:
-    """Whether the root `output` holds a whole checkpoint of this iteration, of one of these kinds."""
-    try:
-        return locate(path_in(output, iteration_folder(number))).kind in kinds
+        there = locate(path_in(output, iteration_folder(number))).kind
+        return there in (kinds or (locate(source, number).kind,))
     except CkptError:
         return False
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ckpt_tools.formats.dcp.metadata_read import read_catalog
@@ -65,7 +66,7 @@ def open_checkpoint(
     for line in location.left_out:
         warnings.warn(f"not read: {line}", stacklevel=2)
     files = open_files(location.path)
-    try:
+    with closed_on_error(files):
         if location.kind == "safetensors":
             return Opened(location, files, read_safetensors_catalog(location.path), NO_STATE)
         catalog = read_catalog(files, trust_pickle)
@@ -75,6 +76,13 @@ def open_checkpoint(
             refuse_metadata_json(files, catalog.tensors)
         warn_of_iteration(location, common)
         return Opened(location, files, catalog, common, trust_pickle)
+
+
+@contextmanager
+def closed_on_error(files: Files) -> Iterator[None]:
+    """Closes files that what is made of them was to keep open."""
+    try:
+        yield
     except BaseException:
         files.close()
         raise

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.human import counted
-from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter, part_order, split_part
+from ckpt_tools.megatron.fsdp_dtensor.parameters import part_order, split_part
 from ckpt_tools.megatron.fsdp_dtensor.read import FsdpSource
 from ckpt_tools.megatron.fsdp_dtensor.write import FsdpTarget
 from ckpt_tools.megatron.keys import BUFFERS
@@ -200,14 +200,14 @@ def target_model(built: FsdpTarget, common: CommonState) -> LiveModel:
     """The model that a conversion from `torch_dist` gives; `common` has the settings of the run that wrote it.
 
     Frozen parameters are those without a group; a conversion of weights alone tells nothing, and takes all as
-    trainable. The element type is that of the running model, not of its masters.
+    trainable. The element type is that of the running model, not of its masters; the stored one if it is unknown.
     """
     found = (
         _Stored(
             LiveTensor(
                 p.name,
                 p.shape,
-                FP8 if is_held_in_fp8(p.name, common) else _element_type(p),
+                FP8 if is_held_in_fp8(p.name, common) else p.stored[0].dtype or p.stored[0].main.dtype,
                 gated=p.gated,
                 buffer=p.name.endswith(BUFFERS),
                 trainable=not built.memberships or p.group_name in built.memberships,
@@ -217,12 +217,6 @@ def target_model(built: FsdpTarget, common: CommonState) -> LiveModel:
         for p in built.parameters
     )
     return LiveModel(tuple(_join_parts(found, built.style)), built.style.local_norms)
-
-
-def _element_type(parameter: LiveParameter) -> str:
-    """Element type of the running model's parameter; the stored one if that is unknown."""
-    first = parameter.stored[0]
-    return first.dtype or first.main.dtype
 
 
 def source_model(source: FsdpSource, style: ModelStyle) -> LiveModel:

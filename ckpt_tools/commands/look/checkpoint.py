@@ -327,16 +327,12 @@ def _in_numpy(values: Array, dtype: str) -> Array:
     try:
         import ml_dtypes
     except ImportError:
-        return _as_float32(values, dtype)
+        if dtype == "bfloat16":
+            return bfloat16_to_float32(values)
+        if dtype in MINIFLOATS:
+            return minifloat_values(dtype)[values]
+        return decoded(values.reshape(-1), dtype).astype(np.float32).reshape(values.shape)
     return values.view(np.dtype(getattr(ml_dtypes, dtype)))
-
-
-def _as_float32(values: Array, dtype: str) -> Array:
-    if dtype == "bfloat16":
-        return bfloat16_to_float32(values)
-    if dtype in MINIFLOATS:
-        return minifloat_values(dtype)[values]
-    return decoded(values.reshape(-1), dtype).astype(np.float32).reshape(values.shape)
 
 
 class Parameter:

@@ -37,7 +37,7 @@ from ckpt_tools.close_names import close_names
 from ckpt_tools.commands.convert.to_dtensors import prepare, prepare_dcp, prepare_model
 from ckpt_tools.commands.huggingface.import_hf import ImportOptions, read_huggingface
 from ckpt_tools.commands.job.conversion import ConvertOptions, Prepared
-from ckpt_tools.commands.job.opened import Opened, open_checkpoint
+from ckpt_tools.commands.job.opened import Opened, closed_on_error, open_checkpoint
 from ckpt_tools.commands.job.placements import Layout
 from ckpt_tools.commands.look.load_dtensors import check_rank_masters, inline_tensor, to_torch
 from ckpt_tools.errors import CkptError, UsageError
@@ -186,12 +186,8 @@ class _Seen:
 
 def _plan(path: str, to: str, options: ConvertOptions) -> _Seen:
     opened = open_checkpoint(path, options.iteration, options.trust_pickle, of_run=True)
-    try:
-        with without_gc():
-            prepared = _prepare(opened, to, options)
-    except BaseException:
-        opened.files.close()
-        raise
+    with closed_on_error(opened.files), without_gc():
+        prepared = _prepare(opened, to, options)
     target = prepared.target
     sources: tuple[Source, ...] = (*target.tensors, *target.inline)
     tensors = {t.key: t for t in sources}
