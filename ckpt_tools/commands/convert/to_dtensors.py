@@ -147,10 +147,7 @@ def prepare_output(opened: Opened, options: ConvertOptions, layout: Layout) -> P
 
 
 def prepare(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared:
-    """The checkpoint as the `fsdp_dtensor` checkpoint that a job of `layout` loads.
-
-    Raises the errors of `convert_to_fsdp_dtensor` up to its plan.
-    """
+    """The checkpoint as the `fsdp_dtensor` checkpoint that a job of `layout` loads."""
     if opened.location.kind == "fsdp_dtensor":
         return prepare_relayout(opened, options, layout)
     if stays_plain(opened, options):
@@ -344,10 +341,7 @@ def plan_dcp(opened: Opened, options: ConvertOptions, world: int) -> Conversion:
 
 
 def prepare_dcp(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared:
-    """The checkpoint as the plain state dict that a job of `layout` loads.
-
-    Raises the errors of `convert_to_dcp` up to its plan.
-    """
+    """The checkpoint as the plain state dict that a job of `layout` loads."""
     if opened.location.kind == "dcp":
         return prepare_plain(opened, options, layout)
     if opened.location.kind == "safetensors":

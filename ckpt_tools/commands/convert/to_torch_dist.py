@@ -127,10 +127,7 @@ def _refuse_same(location: Location, model: Model, options: ToTorchDistOptions) 
 
 
 def write_torch_dist(model: Model, opened: Opened, options: TorchDistOptions, world: int) -> Conversion:
-    """The model as `torch_dist`: a chunk for every layer and expert, written by `world` processes.
-
-    Raises the errors of `build_torch_dist_target` and `build_plan`.
-    """
+    """The model as `torch_dist`: a chunk for every layer and expert, written by `world` processes."""
     built = build_torch_dist_target(model, options)
     carried = carried_objects(model, built.target.objects)
     as_stored = {key: opened.catalog.objects[key].item for key in carried}

@@ -235,7 +235,7 @@ def _plan_safetensors(last: Opened, catalog: Catalog, targets: tuple[TargetTenso
         catalog=catalog,
         target=Target(targets),
         plan=build_safetensors_plan(catalog, weights, {}),
-        extra_files=read_assets(last.location.path, has_code=True).files | kept | index,
+        extra_files=read_assets(last.location.path, has_code=True)[0] | kept | index,
         edits=Edits(),
     )
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from ckpt_tools.commands.huggingface.folder import DEFAULT_SHARD_SIZE, hf_directory, read_config
 from ckpt_tools.commands.job.conversion import Conversion, SourceOptions
@@ -257,13 +257,6 @@ def put_back(exported: Exported, whole: WholeModel) -> Exported:
     return replace(exported.renamed(whole.tower.name_of), config=config)
 
 
-class Reference(NamedTuple):
-    """What an export goes by: config.json of the language model, and the whole model that it is put back into."""
-
-    config: Mapping[str, Any] | None
-    whole: WholeModel | None
-
-
 def holds_several(catalog: Catalog) -> bool:
     """Whether a checkpoint's keys are those of a model of several parts."""
     return bool(language_prefix(strip_wrappers(key) for key in catalog.tensors if not is_optimizer_key(key)))
@@ -271,8 +264,9 @@ def holds_several(catalog: Catalog) -> bool:
 
 def reference_of(
     source: ExportSource, folder: str | None, alone: bool, whole: WholeModel | None
-) -> Reference:
-    """What a checkpoint of several parts is exported by.
+) -> tuple[Mapping[str, Any] | None, WholeModel | None]:
+    """What a checkpoint of several parts is exported by: config.json of the language model, and the whole model that
+    it is put back into.
 
     Args:
         folder: with the config.json that is known of it; None: the one that the checkpoint records, if it does.
@@ -281,10 +275,10 @@ def reference_of(
     """
     if whole is not None:
         known_to_bridge(whole.config)
-        return Reference(whole.tower.config, whole)
+        return whole.tower.config, whole
     config = recorded_config(source.settings) if folder is None else read_config(folder)
     if alone:
-        return Reference(None if config is None else _of_its_own(config, HEAD not in source.bases), None)
+        return None if config is None else _of_its_own(config, HEAD not in source.bases), None
     if config is None:
         raise MappingError(_what_it_is(source))
     if config.get(TYPE) not in vision_language_types():
@@ -292,7 +286,7 @@ def reference_of(
     known_to_bridge(config)
     specs = {} if folder is None else _stored(folder)
     tower = language_tower(config, specs, None if specs else HEAD not in source.bases)
-    return Reference(tower.config, WholeModel(folder, config, tower, {}))
+    return tower.config, WholeModel(folder, config, tower, {})
 
 
 def _what_it_is(source: ExportSource) -> str:
@@ -375,14 +369,14 @@ def model_directory(
 
     `target` says what of the checkpoint is written and dropped; `more` are fields of the conversion.
     """
-    made = hf_directory(tensors, config, options.hf_config, options.max_shard_bytes)
+    files, small, notes = hf_directory(tensors, config, options.hf_config, options.max_shard_bytes)
     return Conversion(
         to="hf",
         loader="transformers",
         iteration=opened.location.iteration,
         catalog=catalog,
-        target=replace(target, notes=(*target.notes, *made.notes)),
-        plan=build_safetensors_plan(catalog, made.files, shapes),
-        extra_files=made.extra_files,
+        target=replace(target, notes=(*target.notes, *notes)),
+        plan=build_safetensors_plan(catalog, files, shapes),
+        extra_files=small,
         **more,
     )

@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -134,15 +134,8 @@ def unread_notes(files: Files) -> tuple[str, ...]:
     return (f"not in the index and not read: {', '.join(unread[:8])}{', ...' if len(unread) > 8 else ''}",)
 
 
-class Assets(NamedTuple):
-    """Files to write next to a model, and the names of those that are not copied."""
-
-    files: dict[str, bytes]
-    left: tuple[str, ...]
-
-
-def read_assets(folder: str | Path, *, has_code: bool) -> Assets:
-    """Tokenizer, templates, processors, generation settings and licence, byte for byte.
+def read_assets(folder: str | Path, *, has_code: bool) -> tuple[dict[str, bytes], list[str]]:
+    """Tokenizer, templates, processors, generation settings and licence, byte for byte; and names of the rest.
 
     Python files belong to the model if it `has_code`, or if a tokenizer or processor says that its class is in one.
     """
@@ -161,7 +154,7 @@ def read_assets(folder: str | Path, *, has_code: bool) -> Assets:
             inside = [name for name in files.list() if name.endswith(".jinja")]
             found |= {f"{TEMPLATES}/{name}": read_whole(files, name, MAX_ASSET_BYTES) for name in inside}
     left = [name for name in names if name not in {*found, TEMPLATES} and not is_like(name, _OWN)]
-    return Assets(found, tuple(left))
+    return found, left
 
 
 def documents_of(names: Iterable[str]) -> list[str]:
@@ -179,32 +172,27 @@ def _names_code(name: str, data: bytes) -> bool:
         return False
 
 
-class HfDirectory(NamedTuple):
-    """Weight files, and small files by name: tokenizer, config.json and, last, the index of several weight files."""
-
-    files: list[WeightFile]
-    extra_files: dict[str, bytes]
-    notes: tuple[str, ...]
-
-
 def hf_directory(
     tensors: Sequence[TargetTensor | InlineTensor],
     config: Mapping[str, Any],
     hf_config: str | None,
     max_shard_bytes: int,
-) -> HfDirectory:
-    """The directory of `tensors`, with what goes along from the original model in `hf_config`."""
-    assets = Assets({}, ()) if hf_config is None else read_assets(hf_config, has_code="auto_map" in config)
+) -> tuple[list[WeightFile], dict[str, bytes], tuple[str, ...]]:
+    """The directory of `tensors`, with what goes along from the original model in `hf_config`.
+
+    These are weight files, small files by name (tokenizer, config.json and, last, the index of several weight files),
+    and notes.
+    """
+    assets, left = ({}, []) if hf_config is None else read_assets(hf_config, has_code="auto_map" in config)
     files, index = packed_files(tensors, max_shard_bytes)
-    extra = {**assets.files, CONFIG: as_json(config), **index}
     notes = []
-    if not any(_IS_TOKENIZER.match(name) for name in assets.files):
+    if not any(map(_IS_TOKENIZER.match, assets)):
         where = "--hf-config has none" if hf_config else "pass --hf-config DIR to copy one"
         notes.append(f"no tokenizer was written; {where}")
-    if assets.left:
-        shown = ", ".join(assets.left[:8]) + (", ..." if len(assets.left) > 8 else "")
+    if left:
+        shown = ", ".join(left[:8]) + (", ..." if len(left) > 8 else "")
         notes.append(f"not copied from --hf-config: {shown}")
-    return HfDirectory(files, extra, tuple(notes))
+    return files, {**assets, CONFIG: as_json(config), **index}, tuple(notes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,12 +190,7 @@ def convert(
     progress: Progress | None = None,
     dry_run: bool = False,
 ) -> ConversionReport:
-    """Make what `writer` makes of the checkpoint at `source`, and publish it at `output`; called on every rank.
-
-    Raises the errors of the writer, of the proofs, of `rehearse` and of `write_checkpoint`, and:
-        UnsupportedCheckpointError: a Hugging Face model, which `import-hf` takes.
-        CorruptCheckpointError: facts of the source contradict each other, since payloads are damaged.
-    """
+    """Make what `writer` makes of the checkpoint at `source`, and publish it at `output`; called on every rank."""
     source, output = path_text(source), path_text(output)
     with writer.open(source, options) as opened:
         if opened.location.kind == "safetensors" and writer.imported_as is not None:
@@ -311,10 +306,7 @@ def with_note(conversion: Conversion, note: str) -> Conversion:
 
 
 def _prove_masters(opened: Opened, conversion: Conversion, options: WriteOptions, ranks: Ranks) -> Masters:
-    """Every master rounds to its stored weight; the ranks share them out. Raises as `check_masters`, and:
-
-    CorruptCheckpointError: some do not round, as payloads are damaged.
-    """
+    """Every master rounds to its stored weight; the ranks share them out."""
     mode, must_round = conversion.check_masters, conversion.must_round
     if mode == "none" or not must_round:
         return Masters(conversion.masters)

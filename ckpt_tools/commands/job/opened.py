@@ -59,8 +59,6 @@ def open_checkpoint(
     `of_run` is that of `locate`.
 
     Warns of files that are not read, and if the folder's number is not the iteration in the common state.
-
-    Raises the errors of `locate`, `read_catalog` and `read_common_state`.
     """
     location = locate(path, iteration, of_run)
     for line in location.left_out:

@@ -56,10 +56,7 @@ def read_beside_masters(
 ) -> Model:
     """The model for who takes its stored weights and leaves out the masters that these must be the rounding of.
 
-    Masters that cannot be read are not there, and `Model.unread` says why. Raises as `read_model`, and:
-
-    VerificationError: masters that content alone tells apart are not those of the weights.
-    CorruptCheckpointError: so it is, as payloads are damaged.
+    Masters that cannot be read are not there, and `Model.unread` says why.
     """
     try:
         return read_model(opened, replace(wanted, optimizer="proven masters", workers=write.workers))

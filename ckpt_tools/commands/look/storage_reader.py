@@ -146,11 +146,7 @@ class StorageReader(TorchStorageReader):  # type: ignore[misc]  # torch is not r
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read every item of a rank's plan, in the order of the plan.
-
-        Raises:
-            CorruptCheckpointError, StorageError, VerificationError: as `BoxReader.read`.
-        """
+        """Read every item of a rank's plan, in the order of the plan."""
         seen = self._seen
         proof = None if self._options.write.check_source == "none" else SourceProof()
         with closing(BoxReader(seen.opened.files, seen.prepared.catalog, proof)) as reader:
