@@ -81,7 +81,13 @@ def plan_torch_dist(opened: Opened, options: ToTorchDistOptions, world: int) -> 
     """Everything up to the first byte; `world` processes convert."""
     target = options.target
     if options.extra_state_template is not None:
-        keys = template_keys(options.extra_state_template, options.trust_pickle)
+        with open_checkpoint(options.extra_state_template, trust_pickle=options.trust_pickle) as template:
+            keys = tuple(key for key in template.catalog.objects if fnmatchcase(key, EXTRA_STATE))
+        if not keys:
+            raise MappingError(
+                f"{options.extra_state_template} holds no _extra_state objects, so it cannot serve as --extra-state "
+                "template"
+            )
         target = replace(target, extra_state_template=keys)
     return write_torch_dist(_read_source(opened, options), opened, target, world)
 
@@ -171,17 +177,6 @@ def _archives(
     """(key, archive) of every object, those of the source as they are stored."""
     made = dict(object_archives(o for o in objects if o.key not in as_stored))
     return [(o.key, made.get(o.key) or read_archive(opened.files, as_stored[o.key])) for o in objects]
-
-
-def template_keys(template: str, trust_pickle: bool = False) -> tuple[str, ...]:
-    """Keys of all extra-state objects of a `torch_dist` checkpoint."""
-    with open_checkpoint(template, trust_pickle=trust_pickle) as opened:
-        keys = tuple(key for key in opened.catalog.objects if fnmatchcase(key, EXTRA_STATE))
-    if not keys:
-        raise MappingError(
-            f"{template} holds no _extra_state objects, so it cannot serve as --extra-state template"
-        )
-    return keys
 
 
 def slice_placement(world: int) -> Placement:

@@ -105,7 +105,11 @@ def average_checkpoints(
             stack.enter_context(open_checkpoint(source, options.iteration, options.trust_pickle))
             for source in paths
         ]
-        _check_places(paths, output, opened)
+        for path, one in zip(paths, opened, strict=True):
+            refuse_overlap(path, one.location, output)
+        if len({one.location.kind for one in opened}) > 1:
+            kinds = ", ".join(f"{one.location.path} is {one.location.kind}" for one in opened)
+            raise UsageError(f"all inputs must have the same format: {kinds}. Convert them first")
         read = [_read(one, options.write) for one in opened]
         parts, masters = [its for its, _ in read], read[-1][1]
         check_alike(parts, opened)
@@ -156,16 +160,6 @@ def mean_weights(count: int, weights: Sequence[float] | None, ema: float | None)
     except OverflowError:
         raise UsageError(f"--weights {', '.join(map(str, given))}: their sum is too large") from None
     return tuple(share / total for share in given)
-
-
-def _check_places(sources: Sequence[str], output: str, opened: Sequence[Opened]) -> None:
-    """Raise UsageError if the output overlaps a source, or the sources are of several kinds."""
-    for source, one in zip(sources, opened, strict=True):
-        refuse_overlap(source, one.location, output)
-    kinds = {one.location.kind for one in opened}
-    if len(kinds) > 1:
-        found = ", ".join(f"{one.location.path} is {one.location.kind}" for one in opened)
-        raise UsageError(f"all inputs must have the same format: {found}. Convert them first")
 
 
 def _read(opened: Opened, write: WriteOptions) -> tuple[Parts, Masters]:

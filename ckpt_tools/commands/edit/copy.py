@@ -31,7 +31,7 @@ from ckpt_tools.formats.storage import crc
 from ckpt_tools.formats.storage.files import AnyPath, Files, path_text, read_whole
 from ckpt_tools.formats.storage.open_files import files_below, open_files
 from ckpt_tools.formats.storage.prefetch import Range, reading_ahead
-from ckpt_tools.formats.torch_archive.item_reader import Stretch, read_archive, record_stretches, whole_file
+from ckpt_tools.formats.torch_archive.item_reader import read_archive, record_stretches, whole_file
 from ckpt_tools.megatron.run_state.common_state import read_common_state
 from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.target import Target
@@ -152,7 +152,11 @@ def _copy(source: str, output: str, options: CopyOptions, progress: Progress | N
         with suppress(CkptError):  # a state that cannot be read is copied unchanged
             warn_of_iteration(location, read_common_state(files, catalog, options.trust_pickle))
         place = like_to_like(source, location, output, options)
-        _refuse_inner(location, catalog)
+        if inner := sorted(name for name in _named_by(catalog) if "/" in name):
+            raise UnsupportedCheckpointError(
+                f"{location.path}: {METADATA} places entries in a folder inside the checkpoint ({inner[0]}), which "
+                "copy does not take. Convert it, or copy the folder with another program."
+            )
         odd: list[str] = []
         names = files_below(location.path, odd)
         left_out = (*(name for name in names if "/" in name), *sorted(odd))
@@ -193,15 +197,6 @@ def _copy(source: str, output: str, options: CopyOptions, progress: Progress | N
         left_out,
         done,
     )
-
-
-def _refuse_inner(location: Location, catalog: Catalog) -> None:
-    """Raise UnsupportedCheckpointError if entries lie in folders inside the checkpoint."""
-    if inner := sorted(name for name in _named_by(catalog) if "/" in name):
-        raise UnsupportedCheckpointError(
-            f"{location.path}: {METADATA} places entries in a folder inside the checkpoint ({inner[0]}), which copy "
-            "does not take. Convert it, or copy the folder with another program."
-        )
 
 
 def _named_by(catalog: Catalog) -> set[str]:
@@ -247,8 +242,9 @@ def _runs(
                 for record in record_stretches(files, item):
                     if record.nbytes > _RECORD_BYTES:
                         runs[item.file].append(Run(record.start, record.nbytes, key, record.crc32))
-                    elif prove:
-                        _prove_record(files, item, key, record)
+                    elif prove and record.crc32 is not None:
+                        found = crc.crc32(files.read(item.file, record.start, record.nbytes))
+                        check(key, Stored(item, record.start, record.nbytes, record.crc32), found)
     return {
         name: RawFile(n, _disjoint(runs[name]), heads.get(name, b"")) for name, n in sizes.items()
     }, proven
@@ -259,14 +255,6 @@ def _archive_reads(files: Files, item: Item) -> Iterator[Range]:
     if item.length <= _PROVEN_WHOLE:
         return store_ranges(files, item.file, item.offset, item.offset + item.length)
     return frame_reads(files, item)
-
-
-def _prove_record(files: Files, item: Item, key: str, record: Stretch) -> None:
-    """Raise CorruptCheckpointError if a small record has another checksum than its writer stored."""
-    start, nbytes, crc32 = record
-    if crc32 is not None:
-        found = crc.crc32(files.read(item.file, start, nbytes))
-        check(key, Stored(item, start, nbytes, crc32), found)
 
 
 def _archives(files: Files, catalog: Catalog, sizes: Mapping[str, int]) -> Iterator[tuple[Item, str]]:

@@ -61,7 +61,6 @@ from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from ckpt_tools.model.catalog import TensorEntry, Value
 from ckpt_tools.model.model import Model, Parameter
 from ckpt_tools.model.roles import MASTER, WEIGHT
-from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.model.views import Select, Source
 
 
@@ -118,7 +117,10 @@ def plan_merge(opened: Opened, options: MergeOptions, world: int) -> Conversion:
             target, layout = TargetOptions(weights_only=True), Layout(world=world, of_job=False)
             prepared = prepare_model(merged, base.files, target, layout)
             made = prepared.planned(layout, base.location.iteration)
-        masters = _adapted_masters(model, source.adapters)
+        # The masters that something is added to must round to the stored weights.
+        names = {adapter.base for adapter in source.adapters}
+        adapted = tuple(p for p in model.parameters if p.name in names and MASTER in p.values)
+        masters = master_targets(replace(model, parameters=adapted)) if model.common.of_torch_dist else []
     use: MastersUse = "merged" if masters or keeps_masters(model) else "left_out" if model.unread else "none"
     return replace(made, masters=use, must_round=masters, fp8_recipe=model.settings.fp8_recipe)
 
@@ -133,15 +135,6 @@ def _adapter_of(opened: Opened, options: MergeOptions) -> Iterator[tuple[Opened,
     with open_checkpoint(options.adapter, trust_pickle=options.trust_pickle) as adapter:
         source = read_adapter_source(adapter, options.alpha, opened)
         yield opened, source
-
-
-def _adapted_masters(model: Model, adapters: tuple[Adapter, ...]) -> list[TargetTensor]:
-    """The masters that something is added to; they must round to the stored weights."""
-    names = {adapter.base for adapter in adapters}
-    adapted = tuple(p for p in model.parameters if p.name in names and MASTER in p.values)
-    if model.common.of_torch_dist:
-        return master_targets(replace(model, parameters=adapted))
-    return []
 
 
 def _open(source: str, options: MergeOptions) -> Opened:

@@ -84,7 +84,10 @@ def repair_checkpoint(
                 files, catalog.objects[b].item
             )
 
-        made, done = repair_keys(catalog, opened.common, is_same), None
+        made, done = RepairedKeys({key: key for key in (*catalog.tensors, *catalog.objects)}), None
+        _take_masters(catalog, made)
+        _name_groups(catalog, made, is_same)
+        _number_layers(catalog, opened.common, made)
         if made.changes:
             done = edit(source, output, lambda opened: _plan(opened, made), options, progress, opened=opened)
     return Repaired(source, output, tuple(made.changes), location.left_out, done)
@@ -134,18 +137,6 @@ class RepairedKeys:
     changes: list[Change] = field(default_factory=list)
 
 
-def repair_keys(catalog: Catalog, common: CommonState, same: Callable[[str, str], bool]) -> RepairedKeys:
-    """What is to be done to the keys of a checkpoint; nothing to a sound one.
-
-    `same` tells whether two objects are stored with the same bytes.
-    """
-    made = RepairedKeys({key: key for key in (*catalog.tensors, *catalog.objects)})
-    _take_masters(catalog, made)
-    _name_groups(catalog, made, same)
-    _number_layers(catalog, common, made)
-    return made
-
-
 def _take_masters(catalog: Catalog, made: RepairedKeys) -> None:
     """Masters into the place of the weights that they round to."""
     weights = {name: key for key in catalog.tensors if (name := model_name(key))}
@@ -175,7 +166,7 @@ def _take_masters(catalog: Catalog, made: RepairedKeys) -> None:
 
 
 def _name_groups(catalog: Catalog, made: RepairedKeys, same: Callable[[str, str], bool]) -> None:
-    """Group fields under the names that a job asks for."""
+    """Group fields under the names that a job asks for; `same`: two objects are stored with the same bytes."""
     known = {split_half(name)[0] for key in catalog.tensors if (name := model_name(key))}
     renamed: dict[str, str] = {}
     for key in catalog.objects:

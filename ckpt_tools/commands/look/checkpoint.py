@@ -113,21 +113,21 @@ def print_tensor(
         if entry is None or role is not None:
             target, catalog = _parameter(opened, key, role)
         else:
-            target, chunks = (
-                target_of(key, entry.value),
-                tuple((box, item.file) for box, item in entry.chunks),
-            )
+            target = target_of(key, entry.value)
+            chunks = tuple((box, item.file) for box, item in entry.chunks)
         dtype, shape = target.dtype, target.shape
         box, indexed = (_corner(shape), ()) if part is None else parse_slice(part, shape)
         with closing(BoxReader(opened.files, catalog)) as reader:
-            read = reader.tensor(target)
-            shown = read(box)
-            numbers = (
-                to_float64(shown.view(raw_dtype(dtype)), dtype) if dtype in CASTABLE else shown
-            )  # else bits
-            statistics = _statistics(read, full_box(shape) if part is None else box, dtype) if stats else {}
-        values = numbers.squeeze(indexed).tolist()
-        return Printed(opened.location.path, target.key, dtype, shape, box, values, chunks, statistics)
+            read, found = reader.tensor(target), Statistics()
+            values = read(box)
+            if dtype in CASTABLE:  # others are shown by their bits
+                values = to_float64(values.view(raw_dtype(dtype)), dtype)
+            over = full_box(shape) if part is None else box
+            for tile in row_major_tiles(over, _TILE_BYTES // itemsize(dtype)) if stats else ():
+                if not tile.is_empty:
+                    found.add(read(tile).view(raw_dtype(dtype)), dtype)
+        lists, statistics = values.squeeze(indexed).tolist(), found.summary() if stats else {}
+        return Printed(opened.location.path, target.key, dtype, shape, box, lists, chunks, statistics)
 
 
 def _parameter(opened: Opened, name: str, role: str | None) -> tuple[TargetTensor, Catalog]:
@@ -151,14 +151,6 @@ def _parameter(opened: Opened, name: str, role: str | None) -> tuple[TargetTenso
 
 def _by_name(model: Model) -> dict[str, ModelParameter]:
     return {one_expert(p.name, p.expert): p for p in model.parameters}
-
-
-def _statistics(read: Any, box: Box, dtype: str) -> dict[str, Any]:
-    found = Statistics()
-    for tile in row_major_tiles(box, _TILE_BYTES // itemsize(dtype)):
-        if not tile.is_empty:
-            found.add(read(tile).view(raw_dtype(dtype)), dtype)
-    return found.summary()
 
 
 def parse_slice(text: str, shape: Sequence[int]) -> tuple[Box, tuple[int, ...]]:

@@ -100,7 +100,9 @@ def list_run(root: AnyPath, trust_pickle: bool = False) -> RunListing:
         try:
             location = locate(root)
         except UnsupportedCheckpointError:
-            runs = runs_in(root)
+            with closing(open_files(root)) as files:  # which is looked at and not walked through
+                folders = [name for name in files.list() if not name.startswith(".")]
+            runs = tuple(run for name in folders if (run := _run(name, path_in(root, name))) is not None)
             if not runs:
                 raise
             return RunListing(root, (), {}, None, runs=runs)
@@ -119,14 +121,6 @@ def list_run(root: AnyPath, trust_pickle: bool = False) -> RunListing:
         sizes_of = [n for file, n in sizes.items() if file.startswith(f"{name}/")]
         rows.append(IterationRow(name, number, INCOMPLETE, why, sum(sizes_of), len(sizes_of)))
     return RunListing(root, tuple(rows), others_in(sizes, {*names, *unfinished}), latest, note)
-
-
-def runs_in(root: str) -> tuple[RunRow, ...]:
-    """The runs and checkpoints in a folder of them, which is looked at and not walked through."""
-    with closing(open_files(root)) as files:
-        names = files.list()
-    found = (_run(name, path_in(root, name)) for name in names if not name.startswith("."))
-    return tuple(row for row in found if row is not None)
 
 
 def _run(name: str, path: str) -> RunRow | None:
