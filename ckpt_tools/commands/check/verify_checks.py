@@ -33,7 +33,7 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import optimizer_la
 from ckpt_tools.megatron.torch_dist.read import stored_groups
 from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.choices import CheckpointKind
-from ckpt_tools.verify.checkpoint import meaning
+from ckpt_tools.verify.checkpoint import meaning, structure
 from ckpt_tools.verify.checkpoint.counters import check_counters
 from ckpt_tools.verify.checkpoint.hf_folder import check_hf_folder
 from ckpt_tools.verify.checkpoint.meaning import check_plain_groups, check_plain_states
@@ -43,15 +43,6 @@ from ckpt_tools.verify.checkpoint.place import (
     check_place,
     check_torch_dist_entries,
     earlier_iteration,
-)
-from ckpt_tools.verify.checkpoint.structure import (
-    all_items,
-    check_files,
-    check_frames,
-    check_planner,
-    check_plans,
-    check_shards,
-    check_tiling,
 )
 from ckpt_tools.verify.content.manifest import INTEGRITY, check_integrity
 from ckpt_tools.verify.readiness.model_rules import check_settings
@@ -73,7 +64,7 @@ def check_metadata(opened: Opened, options: VerifyOptions, digests: bool, meter:
     content = options.content
     has_integrity = files.exists(INTEGRITY)
     passes = content * (1 + has_integrity) + 2 * digests  # of files and tensors
-    meter.total = passes * sum(item.length for _, item in all_items(catalog))
+    meter.total = passes * sum(item.length for _, item in structure.all_items(catalog))
     checks = []
     of_format = _OF_FORMAT[location.kind]
     if of_format.has_pickles:
@@ -89,11 +80,15 @@ def check_metadata(opened: Opened, options: VerifyOptions, digests: bool, meter:
     judge = partial(_wrong_with, location.root or "", trust_pickle)
     with nullcontext() if location.root is None else closing(open_files(location.root)) as root:
         checks.append(check_place(location, root, opened.common, not options.every_iteration, judge))
-    checks += [check_tiling(catalog), check_planner(catalog), check_shards(catalog)]
+    checks += [
+        structure.check_tiling(catalog),
+        structure.check_planner(catalog),
+        structure.check_shards(catalog),
+    ]
     if of_format.has_pickles:
-        checks.append(check_plans(files, trust_pickle))
-    checks.append(_with_way_out(location, check_files(files, catalog)))
-    checks.append(check_frames(files, catalog, trust_pickle))
+        checks.append(structure.check_plans(files, trust_pickle))
+    checks.append(_with_way_out(location, structure.check_files(files, catalog)))
+    checks.append(structure.check_frames(files, catalog, trust_pickle))
     if location.has_metadata_json:
         checks.append(check_metadata_json(files))
     if has_integrity:

@@ -34,19 +34,7 @@ from ckpt_tools.megatron.huggingface.families.families import FAMILIES
 from ckpt_tools.megatron.huggingface.families.identify import family_of_config
 from ckpt_tools.megatron.huggingface.mapping.checks import HEAD, Spec, specs_of
 from ckpt_tools.megatron.huggingface.mapping.targets import Exported
-from ckpt_tools.megatron.huggingface.vision.towers import (
-    QUANTIZED,
-    TYPE,
-    Tower,
-    absent_modules,
-    counted,
-    known_to_bridge,
-    language_prefix,
-    language_tower,
-    recorded_config,
-    whole_config,
-    with_towers,
-)
+from ckpt_tools.megatron.huggingface.vision import towers
 from ckpt_tools.megatron.huggingface.vision.vision_language import vision_language, vision_language_types
 from ckpt_tools.megatron.hybrid import as_gpt, is_hybrid
 from ckpt_tools.megatron.keys import is_optimizer_key, one_expert, strip_wrappers
@@ -138,7 +126,7 @@ def imported_source(model: Model) -> ExportSource:
 
 def _parts_apart(source: ExportSource) -> ExportSource:
     """The language model of a model of several parts under the names of a separate model."""
-    prefix = language_prefix(source.bases)
+    prefix = towers.language_prefix(source.bases)
     if not prefix:
         return source
     return replace(
@@ -190,7 +178,7 @@ class WholeModel:
 
     folder: str | None
     config: Mapping[str, Any]
-    tower: Tower
+    tower: towers.Tower
     others: Mapping[str, TensorEntry]
 
 
@@ -202,12 +190,12 @@ def check_tower(name: str | None) -> None:
 
 def tower_alone(
     catalog: Catalog, specs: Mapping[str, Spec], config: Mapping[str, Any]
-) -> tuple[Catalog, dict[str, Spec], Tower]:
+) -> tuple[Catalog, dict[str, Spec], towers.Tower]:
     """The language model's tensors under the names of a separate model.
 
     The catalog keeps the others too: scales are read by the names they are stored under.
     """
-    tower = language_tower(config, specs)
+    tower = towers.language_tower(config, specs)
     bare = {name: replace(catalog.tensors[own], key=name) for name, own in tower.names.items()}
     named = {name: specs[own] for name, own in tower.names.items()}
     return replace(catalog, tensors={**catalog.tensors, **bare}), named, tower
@@ -226,14 +214,14 @@ def tower_tensors(folder: str) -> Catalog:
 def whole_model(folder: str) -> WholeModel:
     """The vision-language model in a directory."""
     config = read_config(folder)
-    if config.get(QUANTIZED):
+    if config.get(towers.QUANTIZED):
         raise UnsupportedCheckpointError(
             f"--tower language: the weights in {folder} are quantized, and those of the other towers are copied as "
             "stored; give the directory of the model that was quantized"
         )
     catalog = tower_tensors(folder)
-    tower = language_tower(config, specs_of(catalog.tensors))
-    absent = absent_modules(config, tower)
+    tower = towers.language_tower(config, specs_of(catalog.tensors))
+    absent = towers.absent_modules(config, tower)
     if absent:
         raise MappingError(
             f"--tower language: {folder} holds no tensors of {' and '.join(absent)}, from which the whole model "
@@ -248,18 +236,20 @@ def whole_model(folder: str) -> WholeModel:
 
 def whole_model_if_one(folder: str, config: Mapping[str, Any]) -> WholeModel | None:
     """The vision-language model in a directory, None for a directory with another model."""
-    return whole_model(folder) if config.get(TYPE) in vision_language_types() else None
+    return whole_model(folder) if config.get(towers.TYPE) in vision_language_types() else None
 
 
 def put_back(exported: Exported, whole: WholeModel) -> Exported:
     """The tensors of the language model under the whole model's names, and its config.json."""
-    config = whole_config(whole.config, whole.tower, exported.config)
+    config = towers.whole_config(whole.config, whole.tower, exported.config)
     return replace(exported.renamed(whole.tower.name_of), config=config)
 
 
 def holds_several(catalog: Catalog) -> bool:
     """Whether a checkpoint's keys are those of a model of several parts."""
-    return bool(language_prefix(strip_wrappers(key) for key in catalog.tensors if not is_optimizer_key(key)))
+    return bool(
+        towers.language_prefix(strip_wrappers(key) for key in catalog.tensors if not is_optimizer_key(key))
+    )
 
 
 def reference_of(
@@ -274,18 +264,18 @@ def reference_of(
         whole: the model that it is compared with, where it is.
     """
     if whole is not None:
-        known_to_bridge(whole.config)
+        towers.known_to_bridge(whole.config)
         return whole.tower.config, whole
-    config = recorded_config(source.settings) if folder is None else read_config(folder)
+    config = towers.recorded_config(source.settings) if folder is None else read_config(folder)
     if alone:
         return None if config is None else _of_its_own(config, HEAD not in source.bases), None
     if config is None:
         raise MappingError(_what_it_is(source))
-    if config.get(TYPE) not in vision_language_types():
-        raise MappingError(f"{_what_it_is(source)}; this one has model_type {config.get(TYPE)!r}")
-    known_to_bridge(config)
+    if config.get(towers.TYPE) not in vision_language_types():
+        raise MappingError(f"{_what_it_is(source)}; this one has model_type {config.get(towers.TYPE)!r}")
+    towers.known_to_bridge(config)
     specs = {} if folder is None else _stored(folder)
-    tower = language_tower(config, specs, None if specs else HEAD not in source.bases)
+    tower = towers.language_tower(config, specs, None if specs else HEAD not in source.bases)
     return tower.config, WholeModel(folder, config, tower, {})
 
 
@@ -300,20 +290,20 @@ def _what_it_is(source: ExportSource) -> str:
     )
     return (
         f"the checkpoint holds a language model ({len(source.bases) - len(others)} parameters) and other parts "
-        f"({counted(others)}). The language model alone is written by --tower language. {why}"
+        f"({towers.counted(others)}). The language model alone is written by --tower language. {why}"
     )
 
 
 def _of_its_own(config: Mapping[str, Any], tied: bool) -> dict[str, Any]:
     """config.json of the language model as a separate model; that of such a model unchanged."""
-    if config.get(TYPE) not in vision_language_types():
+    if config.get(towers.TYPE) not in vision_language_types():
         return dict(config)
-    family = FAMILIES[vision_language(str(config[TYPE])).alone]
-    text = language_tower(config, {}, tied).config
+    family = FAMILIES[vision_language(str(config[towers.TYPE])).alone]
+    text = towers.language_tower(config, {}, tied).config
     always = {
         name: value for name, value in family_of_config(text).fixed.items() if not isinstance(value, tuple)
     }
-    return {**always, **text, TYPE: family.model_type or family.name}
+    return {**always, **text, towers.TYPE: family.model_type or family.name}
 
 
 def _stored(folder: str) -> dict[str, Spec]:
@@ -327,9 +317,7 @@ def _stored(folder: str) -> dict[str, Spec]:
 def without_others(source: ExportSource, language: Mapping[str, Value]) -> ExportSource:
     """The parameters of the language model alone, those of the other parts named as left out."""
     others = source.beside or ()
-    note = (
-        f"the language model alone: {len(others)} parameters of other parts are left out ({counted(others)})"
-    )
+    note = f"the language model alone: {len(others)} parameters of other parts are left out ({towers.counted(others)})"
     return replace(
         source,
         bases=language,
@@ -345,7 +333,7 @@ def put_together(
     dtype: str | None,
 ) -> Exported:
     """The whole model: the language model's tensors, and those of other parts by their rules, as `with_towers`."""
-    made = with_towers(put_back(exported, whole), whole.config, whole.tower, parameters, dtype)
+    made = towers.with_towers(put_back(exported, whole), whole.config, whole.tower, parameters, dtype)
     note = "config.json is made of the one that the checkpoint records"
     if whole.folder is not None:
         note = (

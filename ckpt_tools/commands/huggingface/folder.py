@@ -18,15 +18,9 @@ import numpy as np
 
 from ckpt_tools.errors import CkptError, MappingError, UnsupportedCheckpointError, UsageError, raise_if
 from ckpt_tools.execute.move.read_box import BoxReader, read_proven
+from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.locate.owned_files import CARRIED, TEMPLATES, is_like
 from ckpt_tools.formats.locate.run_layouts import snapshot_of
-from ckpt_tools.formats.safetensors import (
-    INDEX_FILE,
-    OTHER_WEIGHTS,
-    parts_of_ranks,
-    refuse_pointers,
-    unread_files,
-)
 from ckpt_tools.formats.storage.files import Files, path_in, read_whole
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.formats.untrusted_documents import DocumentError, parse_json
@@ -49,7 +43,7 @@ _OWN = (
     ".*",
     "*.safetensors",
     "*.safetensors.index.json",
-    *(f"*{end}" for end in OTHER_WEIGHTS),
+    *(f"*{end}" for end in safetensors.OTHER_WEIGHTS),
 )
 _IS_TOKENIZER = re.compile(r"tokenizer|tekken|vocab|spiece|sentencepiece|.*\.(?:tiktoken|spm|model)$")
 DEFAULT_SHARD_SIZE = 5 * 10**9
@@ -75,7 +69,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     path = path_in(folder, CONFIG)
     try:
         with closing(open_files(folder)) as files:
-            refuse_pointers(files, [CONFIG])
+            safetensors.refuse_pointers(files, [CONFIG])
             config = parse_json(read_whole(files, CONFIG))
     except CkptError as error:
         raise UnsupportedCheckpointError(
@@ -105,7 +99,7 @@ def weight_files(
         held: dict[str, list[TargetTensor]] = {}
         for one in targets:
             held.setdefault(catalog.tensors[one.key].chunks[0].item.file, []).append(one)
-        if not parts_of_ranks(held):
+        if not safetensors.parts_of_ranks(held):
             return [WeightFile(name, held[name]) for name in sorted(held)], {}
     return packed_files(targets, DEFAULT_SHARD_SIZE)
 
@@ -118,7 +112,7 @@ def packed_files(
     sizes = {key: prod(one.shape) * itemsize(one.dtype) for key, one in by_key.items()}
     shards = pack_shards(sizes.items(), max_bytes)
     files = [WeightFile(shard.file, [by_key[key] for key in shard.keys]) for shard in shards]
-    return files, {INDEX_FILE: as_json(shard_index(shards, sizes))} if len(shards) > 1 else {}
+    return files, {safetensors.INDEX_FILE: as_json(shard_index(shards, sizes))} if len(shards) > 1 else {}
 
 
 def as_json(value: object) -> bytes:
@@ -128,7 +122,7 @@ def as_json(value: object) -> bytes:
 
 def unread_notes(files: Files) -> tuple[str, ...]:
     """A note on weight files that the index does not name."""
-    unread = unread_files(files)
+    unread = safetensors.unread_files(files)
     if not unread:
         return ()
     return (f"not in the index and not read: {', '.join(unread[:8])}{', ...' if len(unread) > 8 else ''}",)
@@ -143,7 +137,7 @@ def read_assets(folder: str | Path, *, has_code: bool) -> tuple[dict[str, bytes]
     with closing(open_files(place)) as files:
         names = files.list()
         wanted = [name for name in names if is_like(name, CARRIED) and not is_like(name, (CODE, *_OWN))]
-        refuse_pointers(files, wanted)  # the hub keeps large tokenizers as it keeps weights
+        safetensors.refuse_pointers(files, wanted)  # the hub keeps large tokenizers as it keeps weights
         found = {name: read_whole(files, name, MAX_ASSET_BYTES) for name in wanted}
         if has_code or any(_names_code(name, data) for name, data in found.items()):
             found |= {

@@ -48,26 +48,12 @@ from ckpt_tools.formats.untrusted_documents import DocumentError, parse_json
 from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh, given_settings
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.huggingface.families.identify import family_of_config
-from ckpt_tools.megatron.huggingface.lora.peft import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    MERGE_WITH_PEFT,
-    WithAdapter,
-    read_peft_settings,
-    with_adapter,
-)
+from ckpt_tools.megatron.huggingface.lora import peft
 from ckpt_tools.megatron.huggingface.mapping.checks import Spec
 from ckpt_tools.megatron.huggingface.mapping.rules import Family
 from ckpt_tools.megatron.huggingface.mapping.targets import Imported, import_targets, shared_head
 from ckpt_tools.megatron.huggingface.quantization.quantized import dequantized
-from ckpt_tools.megatron.huggingface.vision.towers import (
-    TYPE,
-    imported_whole,
-    known_to_bridge,
-    language_tower,
-    left_out_notes,
-    mrope_notes,
-)
+from ckpt_tools.megatron.huggingface.vision import towers
 from ckpt_tools.megatron.huggingface.vision.vision_language import vision_language_types
 from ckpt_tools.megatron.keys import EXPERTS
 from ckpt_tools.megatron.names import BRIDGE, FUSED_FC1_NORM, fuse_local_norm
@@ -167,8 +153,8 @@ def completed(options: ImportOptions, config: Mapping[str, Any]) -> ImportOption
     if _has_towers(options, config):
         if fsdp.dialect not in (None, BRIDGE):
             raise UsageError(
-                f"--target {fsdp.dialect}: Megatron-Bridge alone trains a {config[TYPE]} with its towers. Leave it "
-                "out, or import the language model alone (--tower language)"
+                f"--target {fsdp.dialect}: Megatron-Bridge alone trains a {config[towers.TYPE]} with its towers. Leave "
+                "it out, or import the language model alone (--tower language)"
             )
         fsdp = replace(fsdp, dialect=BRIDGE)
     if options.to == "fsdp_dtensor":
@@ -219,27 +205,27 @@ def read_huggingface(opened: Opened, options: ImportOptions) -> tuple[Imported, 
 
 def merge_peft(
     base: Catalog, adapter: str, shared: tuple[str, str] | None, family: Family | None
-) -> WithAdapter:
+) -> peft.WithAdapter:
     """The tensors of a model with those of the PEFT directory `adapter` added; `shared` and `family` as of
     `with_adapter`.
 
     Its files are named as among joined folders.
     """
     with closing(open_files(snapshot_of(adapter))) as files:
-        if not files.exists(ADAPTER_CONFIG):
+        if not files.exists(peft.ADAPTER_CONFIG):
             raise UnsupportedCheckpointError(_no_peft(adapter))
-        if not files.exists(ADAPTER_WEIGHTS):
+        if not files.exists(peft.ADAPTER_WEIGHTS):
             raise UnsupportedCheckpointError(
-                f"{adapter} has no {ADAPTER_WEIGHTS}; save it with safe_serialization=True"
+                f"{adapter} has no {peft.ADAPTER_WEIGHTS}; save it with safe_serialization=True"
             )
-        refuse_pointers(files, [ADAPTER_CONFIG, ADAPTER_WEIGHTS])
+        refuse_pointers(files, [peft.ADAPTER_CONFIG, peft.ADAPTER_WEIGHTS])
         try:
-            settings = read_peft_settings(parse_json(read_whole(files, ADAPTER_CONFIG)))
+            settings = peft.read_peft_settings(parse_json(read_whole(files, peft.ADAPTER_CONFIG)))
         except DocumentError as error:
-            raise CorruptCheckpointError(f"{files.location}/{ADAPTER_CONFIG}: {error}") from error
-        stored = read_safetensors_header(files, ADAPTER_WEIGHTS)
+            raise CorruptCheckpointError(f"{files.location}/{peft.ADAPTER_CONFIG}: {error}") from error
+        stored = read_safetensors_header(files, peft.ADAPTER_WEIGHTS)
         entries = {key: joined_entry(files, e, f"{key} of {adapter}") for key, e in stored.items()}
-    return with_adapter(base, Catalog(files.location, entries, {}), settings, shared, family)
+    return peft.with_adapter(base, Catalog(files.location, entries, {}), settings, shared, family)
 
 
 def _no_peft(adapter: str) -> str:
@@ -249,7 +235,7 @@ def _no_peft(adapter: str) -> str:
         if place.exists():
             return f"{adapter} is a file; give the PEFT directory ({place.parent})"
         return absent_folder(place)
-    return f"{adapter} is not a PEFT directory: it has no {ADAPTER_CONFIG}"
+    return f"{adapter} is not a PEFT directory: it has no {peft.ADAPTER_CONFIG}"
 
 
 def _shared_head(
@@ -258,7 +244,7 @@ def _shared_head(
     """The names in the directory of embedding and head where these are one weight."""
     if not _has_towers(options, config):
         return shared_head(config, specs, families_with(options.rules, config))
-    tower = language_tower(config, specs)
+    tower = towers.language_tower(config, specs)
     found = shared_head(tower.config, tower.names, tower.families(families_with(None)))
     return found and (tower.name_of(found[0]), tower.name_of(found[1]))
 
@@ -293,19 +279,25 @@ def _read_tensors(
     if options.tower is None and not _has_towers(options, config):
         return _Read(catalog, read(specs, config, families=families_with(options.rules, config)))
     if options.tower is None:
-        known_to_bridge(config)
+        towers.known_to_bridge(config)
     catalog, named, tower = tower_alone(catalog, specs, config)
     families = tower.families(families_with(options.rules, tower.config))
     imported = read(named, tower.config, families=families)
     if options.tower is None:
-        whole = imported_whole(imported, config, tower, specs, options.dtype)
-        return _Read(catalog, whole, notes=(f"for Megatron-Bridge, which alone trains a {config[TYPE]}",))
-    return _Read(catalog, imported, tower.others, (*left_out_notes(tower), *mrope_notes(config)))
+        whole = towers.imported_whole(imported, config, tower, specs, options.dtype)
+        return _Read(
+            catalog, whole, notes=(f"for Megatron-Bridge, which alone trains a {config[towers.TYPE]}",)
+        )
+    return _Read(
+        catalog, imported, tower.others, (*towers.left_out_notes(tower), *towers.mrope_notes(config))
+    )
 
 
 def _has_towers(options: ImportOptions, config: Mapping[str, Any]) -> bool:
     """Whether the model is imported as a vision-language model with all its parts."""
-    return options.tower is None and options.rules is None and config.get(TYPE) in vision_language_types()
+    return (
+        options.tower is None and options.rules is None and config.get(towers.TYPE) in vision_language_types()
+    )
 
 
 def _with_offsets(files: Files, catalog: Catalog, imported: Imported) -> tuple[Catalog, Imported, list[str]]:
@@ -348,7 +340,7 @@ def _check_options(options: ImportOptions) -> None:
     check_tower(options.tower)
     if options.tower is not None and options.adapter is not None:
         raise UsageError(
-            f"--adapter together with --tower: merge it into the whole model first: {MERGE_WITH_PEFT}"
+            f"--adapter together with --tower: merge it into the whole model first: {peft.MERGE_WITH_PEFT}"
         )
     rows, fsdp = options.vocab_size_padded, options.fsdp
     if rows is not None and rows < 1:
