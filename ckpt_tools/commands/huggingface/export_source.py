@@ -317,12 +317,12 @@ def _stored(folder: str) -> dict[str, Spec]:
 def without_others(source: ExportSource, language: Mapping[str, Value]) -> ExportSource:
     """The parameters of the language model alone, those of the other parts named as left out."""
     others = source.beside or ()
-    note = f"the language model alone: {len(others)} parameters of other parts are left out ({towers.counted(others)})"
+    left = f"{len(others)} parameters of other parts are left out ({towers.counted(others)})"
     return replace(
         source,
         bases=language,
         dropped=(*source.dropped, *(f"{name}: of another part than the language model" for name in others)),
-        notes=(*source.notes, note),
+        notes=(*source.notes, f"the language model alone: {left}"),
     )
 
 

@@ -152,9 +152,10 @@ def completed(options: ImportOptions, config: Mapping[str, Any]) -> ImportOption
     fsdp, iteration = options.fsdp, options.iteration
     if _has_towers(options, config):
         if fsdp.dialect not in (None, BRIDGE):
+            kind = config[towers.TYPE]
             raise UsageError(
-                f"--target {fsdp.dialect}: Megatron-Bridge alone trains a {config[towers.TYPE]} with its towers. Leave "
-                "it out, or import the language model alone (--tower language)"
+                f"--target {fsdp.dialect}: Megatron-Bridge alone trains a {kind} with its towers. Leave it out, or "
+                "import the language model alone (--tower language)"
             )
         fsdp = replace(fsdp, dialect=BRIDGE)
     if options.to == "fsdp_dtensor":
