@@ -86,37 +86,35 @@ def preflight(
     words = jobs.command_words(words)
     with open_checkpoint(checkpoint, iteration, trust_pickle, of_run=True) as opened:
         about, packed_for = _about(opened)
-        place = _place(opened)
+        place, is_fsdp = _place(opened), about.kind == "fsdp_dtensor"
         program = target or _program(about, words, yaml_file)
         job = _described(words, yaml_file, program)
         start = None
         if job is not None:
             is_whole = job.script is not None and jobs.launcher_problem(job, words) is None
             start = Launch((_ENVIRONMENT,), tuple(words)) if is_whole else None
-        elif about.kind == "fsdp_dtensor":
+        elif is_fsdp:
             start = _launch(about, program, packed_for, place)
             job = jobs.parse_command(start.filled_in, program)
         facts, checks = _checks(about, job, program)
-        if about.kind == "fsdp_dtensor" or (about.kind == "torch_dist" and job is None):
+        if is_fsdp or (about.kind == "torch_dist" and job is None):
             checks.append(_place_check(place, job))
-        if about.kind == "fsdp_dtensor" and (words or yaml_file):
+        if is_fsdp and (words or yaml_file):
             assert job is not None
             checks += [_launcher_check(job, words), _steps_check(place, job)]
-        stored: tuple[
-            Check, ...
-        ] = ()  # of `verify`: whether a strict load finds every key that it asks for, and its bytes
-        if about.kind == "fsdp_dtensor":
+        stored: tuple[Check, ...] = ()
+        starts: tuple[Start, ...] = ()
+        if is_fsdp:
+            # Checks of `verify`: whether a strict load finds every key that it asks for, and its bytes.
             stored = (check_files(opened.files, opened.catalog), *fsdp_entries_and_keys(opened))
+            broken = tuple(check.name for check in stored if check.errors)
+            starts = tuple(_start(about, other, packed_for, place, broken) for other in jobs.PROGRAMS)
         path = shlex.quote(checkpoint)  # in commands, which can be run as they stand but for what they write
         with_path = (
             replace(c, findings=tuple(f._replace(fix=_PLACE.sub(lambda _: path, f.fix)) for f in c.findings))
             for c in (*checks, *stored)
         )
         report = Report(opened.location.path, opened.location.kind, tuple(with_path))
-        starts: tuple[Start, ...] = ()
-        if about.kind == "fsdp_dtensor":
-            broken = tuple(check.name for check in stored if check.errors)
-            starts = tuple(_start(about, other, packed_for, place, broken) for other in jobs.PROGRAMS)
         as_is = None
         if (
             about.kind == "torch_dist"
