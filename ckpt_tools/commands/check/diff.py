@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 from ckpt_tools.close_names import unmatched
 from ckpt_tools.commands.convert.version_2 import is_version_2, respelled
-from ckpt_tools.commands.huggingface.export_hf import ExportRequest, export_tensors
+from ckpt_tools.commands.huggingface.export_hf import export_tensors
 from ckpt_tools.commands.huggingface.export_source import (
     ExportOptions,
     holds_several,
@@ -312,7 +312,7 @@ def _by_export(
     imported = None
     if checkpoint.location.kind == "safetensors":
         imported = imported_source(read_huggingface(checkpoint, ImportOptions(rules=rules))[1])
-    made = export_tensors(checkpoint, ExportRequest(options, plain.specs, whole, imported), headers)
+    made = export_tensors(checkpoint, options, whole, plain.specs, imported, headers)
     notes = list(made.notes)
     if imported is not None:  # the import has padded the vocabulary rows
         notes = [note for note in notes if not note.startswith("the vocabulary is cut")]

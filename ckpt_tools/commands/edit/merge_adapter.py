@@ -181,7 +181,6 @@ class AdapterSource:
     told_by: str
     entries: Mapping[str, TensorEntry]
     whole: Mapping[str, TensorEntry]
-    is_wrapped: bool
 
     @property
     def summary(self) -> str:
@@ -268,7 +267,7 @@ def read_adapter_source(
         for key, entry in joined.others.items()
         if not is_wrapped
     }
-    return AdapterSource(location.path, tuple(adapters), value, alpha_source, entries, whole, is_wrapped)
+    return AdapterSource(location.path, tuple(adapters), value, alpha_source, entries, whole)
 
 
 def _joined(adapter: Opened, tensors: AdapterTensors, is_wrapped: bool) -> AdapterTensors:

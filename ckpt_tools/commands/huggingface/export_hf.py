@@ -26,7 +26,6 @@ from ckpt_tools.commands.huggingface.export_source import (
     put_together,
     read_export_source,
     reference_of,
-    tower_files,
     whole_model,
     without_others,
 )
@@ -116,20 +115,6 @@ def export_hf(
 
 
 @dataclass(frozen=True, slots=True)
-class ExportRequest:
-    """What is to be exported.
-
-    `present`: the tensors of a model to compare with; the export takes their names. With `whole`, a vision-language
-    model, they are those of its language model. `source`: what is exported, if it was read already.
-    """
-
-    options: ExportOptions
-    present: Iterable[str] = ()
-    whole: WholeModel | None = None
-    source: ExportSource | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class ExportTensors:
     """A checkpoint as the tensors of a Hugging Face model: what each is made of."""
 
@@ -139,12 +124,20 @@ class ExportTensors:
     notes: tuple[str, ...]
 
 
-def export_tensors(opened: Opened, request: ExportRequest, headers: bool = False) -> ExportTensors:
-    """The Hugging Face tensors of a checkpoint of either format. Raises as `export_hf`, short of writing.
+def export_tensors(
+    opened: Opened,
+    options: ExportOptions,
+    whole: WholeModel | None,
+    present: Iterable[str] = (),
+    source: ExportSource | None = None,
+    headers: bool = False,
+) -> ExportTensors:
+    """The Hugging Face tensors of a checkpoint of either format.
 
+    `present` are the tensors of a model to compare with: the export takes their names. With `whole`, a
+    vision-language model, they are those of its language model. `source` is what is exported, if it was read already.
     With `headers` no payload is read, and values that are shared or computed are not looked at.
     """
-    options, whole, source = request.options, request.whole, request.source
     for option, number in (("--vocab-size", options.vocab_size), ("--tp", options.tp)):
         if number is not None and number < 1:
             raise UsageError(f"{option} {number}: a number from 1 is expected")
@@ -152,11 +145,12 @@ def export_tensors(opened: Opened, request: ExportRequest, headers: bool = False
         check = None if options.check_masters == "none" else options.write
         source = read_export_source(opened, options.dtype, options.tp, options.ignore_keys, check)
     if source.beside is not None:
-        source, exported = _export_several(source, request)
+        source, exported = _export_several(source, options, whole, present)
     elif whole is not None:
-        exported = put_back(_export(source, request, whole.tower.config), whole)
+        exported = put_back(_export(source, options, whole.tower.config, whole), whole)
     else:
-        exported = _export(source, request, read_config(options.hf_config) if options.hf_config else None)
+        config = read_config(options.hf_config) if options.hf_config else None
+        exported = _export(source, options, config, None, present)
     if headers:
         return ExportTensors(source, exported, exported.tensors, (*source.notes, *exported.notes))
     prove_equal(opened.files, source.catalog, source.bases, exported.equal)
@@ -169,10 +163,11 @@ def export_tensors(opened: Opened, request: ExportRequest, headers: bool = False
     return ExportTensors(source, exported, tuple(ready), (*source.notes, *exported.notes, *notes))
 
 
-def _export_several(source: ExportSource, request: ExportRequest) -> tuple[ExportSource, Exported]:
+def _export_several(
+    source: ExportSource, options: ExportOptions, whole: WholeModel | None, present: Iterable[str]
+) -> tuple[ExportSource, Exported]:
     """A vision-language model: all of it, or with --tower its language model."""
-    options = request.options
-    reference, whole = reference_of(source, options.hf_config, options.tower is not None, request.whole)
+    reference, whole = reference_of(source, options.hf_config, options.tower is not None, whole)
     if source.settings is not None:
         config = None if whole is None else whole.config
         source = replace(source, settings=language_settings(source.settings, config))
@@ -180,8 +175,8 @@ def _export_several(source: ExportSource, request: ExportRequest) -> tuple[Expor
     language = {name: base for name, base in source.bases.items() if name not in others}
     if whole is None:
         source = without_others(source, language)
-        return source, _export(source, request, reference)
-    exported = _export(replace(source, bases=language), replace(request, whole=whole), reference)
+        return source, _export(source, options, reference, None, present)
+    exported = _export(replace(source, bases=language), options, reference, whole)
     specs = _specs(source)
     other_parts = {name: specs[name] for name in source.beside or ()}
     return source, put_together(exported, whole, other_parts, options.dtype)
@@ -191,9 +186,14 @@ def _specs(source: ExportSource) -> dict[str, Spec]:
     return {name: Spec(source.types.get(name, base.dtype), base.shape) for name, base in source.bases.items()}
 
 
-def _export(source: ExportSource, request: ExportRequest, reference: Mapping[str, Any] | None) -> Exported:
-    """The tensors of a language model, as a separate model. Raises as `export_targets`."""
-    options, whole, present = request.options, request.whole, request.present
+def _export(
+    source: ExportSource,
+    options: ExportOptions,
+    reference: Mapping[str, Any] | None,
+    whole: WholeModel | None,
+    present: Iterable[str] = (),
+) -> Exported:
+    """The tensors of a language model, as a separate model."""
     families = families_with(options.rules, reference)
     if whole is not None:
         families, present = whole.tower.families(families), whole.tower.names
@@ -221,7 +221,7 @@ def plan_export(opened: Opened, options: ExportOptions, world: int = 1) -> Conve
         return plan_plain(opened, options, options.hf_config)
     is_part = options.tower is not None and not holds_several(opened.catalog)
     whole = whole_model(options.hf_config) if is_part and options.hf_config else None
-    made = _as_asked(export_tensors(opened, ExportRequest(options, whole=whole)), options)
+    made = _as_asked(export_tensors(opened, options, whole), options)
     if whole is not None:
         made = _with_other_towers(made, whole)
     source, exported = made.source, made.exported
@@ -330,7 +330,7 @@ def _open(source: str, options: ExportOptions) -> Opened:
                 f"--tower {options.tower}: --hf-config names the directory of the whole model, from where the other "
                 "parts are taken; the checkpoint is a language model alone"
             )
-        return replace(opened, files=FilesBeside(opened.files, [tower_files(options.hf_config)]))
+        return replace(opened, files=FilesBeside(opened.files, [open_files(snapshot_of(options.hf_config))]))
 
 
 def _place(source: str, location: Location, output: str, options: ExportOptions) -> Output:

@@ -27,7 +27,6 @@ from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageErr
 from ckpt_tools.execute.write_job import WriteOptions
 from ckpt_tools.formats.locate.run_layouts import snapshot_of
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
-from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.storage.joined_files import joined_entry
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.megatron.huggingface.families.families import FAMILIES
@@ -201,16 +200,6 @@ def tower_alone(
     return replace(catalog, tensors={**catalog.tensors, **bare}), named, tower
 
 
-def tower_files(folder: str) -> Files:
-    """The files of the whole model."""
-    return open_files(snapshot_of(folder))
-
-
-def tower_tensors(folder: str) -> Catalog:
-    """The stored tensors of the whole model. Raises as `read_safetensors_catalog`."""
-    return read_safetensors_catalog(snapshot_of(folder))
-
-
 def whole_model(folder: str) -> WholeModel:
     """The vision-language model in a directory."""
     config = read_config(folder)
@@ -219,7 +208,7 @@ def whole_model(folder: str) -> WholeModel:
             f"--tower language: the weights in {folder} are quantized, and those of the other towers are copied as "
             "stored; give the directory of the model that was quantized"
         )
-    catalog = tower_tensors(folder)
+    catalog = read_safetensors_catalog(snapshot_of(folder))
     tower = towers.language_tower(config, specs_of(catalog.tensors))
     absent = towers.absent_modules(config, tower)
     if absent:
@@ -227,7 +216,7 @@ def whole_model(folder: str) -> WholeModel:
             f"--tower language: {folder} holds no tensors of {' and '.join(absent)}, from which the whole model "
             "would be made. Without --tower and --hf-config the language model is written as a separate model"
         )
-    with closing(tower_files(folder)) as files:
+    with closing(open_files(snapshot_of(folder))) as files:
         others = {
             key: joined_entry(files, catalog.tensors[key], f"{key} of {folder}") for key in tower.others
         }
@@ -308,10 +297,10 @@ def _of_its_own(config: Mapping[str, Any], tied: bool) -> dict[str, Any]:
 
 def _stored(folder: str) -> dict[str, Spec]:
     """The tensors of a directory, none where it has a config.json alone."""
-    with closing(tower_files(folder)) as files:
+    with closing(open_files(snapshot_of(folder))) as files:
         if not any(name.endswith(".safetensors") for name in files.list()):
             return {}
-    return specs_of(tower_tensors(folder).tensors)
+    return specs_of(read_safetensors_catalog(snapshot_of(folder)).tensors)
 
 
 def without_others(source: ExportSource, language: Mapping[str, Value]) -> ExportSource:

@@ -148,14 +148,6 @@ READ: Mapping[str, Callable[[Opened, Wanted], Model]] = {
 }
 
 
-def need_torch_dist(opened: Opened) -> None:
-    """Raise UnsupportedCheckpointError if the checkpoint is of another kind."""
-    if opened.location.kind != "torch_dist":
-        raise UnsupportedCheckpointError(
-            f"{opened.location.path} is {opened.format.described}, not a torch_dist checkpoint"
-        )
-
-
 def keeps_masters(model: Model) -> bool:
     """Whether fp32 masters are stored in the place of some weights."""
     return any(map(is_master, model.parameters))
