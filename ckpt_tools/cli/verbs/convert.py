@@ -35,15 +35,8 @@ if TYPE_CHECKING:
 InputDir = Annotated[str, typer.Argument(help="A run, or one of its iterations.")]
 
 
-_AXES: Final = (
-    "dp_outer",
-    "cp",
-    "ep",
-    "etp",
-    "pp",
-    "strategy",
-    "outer_strategy",
-)  # mean nothing without a size
+# Mean nothing without a size.
+_AXES: Final = ("dp_outer", "cp", "ep", "etp", "pp", "strategy", "outer_strategy")
 JOB_SIZES = frozenset({"layout", "world_size", "gpus", "dp_shard", "tp", "units", *_AXES})
 # What has a meaning for one direction only; a flag without effect is refused.
 _ANY = t.RUNNING | t.READING | {"ignore_keys", "oom_traceback"}
