@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
-from typing import Final, NamedTuple, TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from ckpt_tools.close_names import unmatched
 from ckpt_tools.commands.convert.version_2 import is_version_2, respelled
@@ -96,31 +96,28 @@ class DiffRequest:
     rules: Path | None = None  # a rule file, for a Hugging Face side
 
 
-class Naming(NamedTuple):
-    """Both sides under the names `by`; `notes` say how they were named and what is not compared."""
+def under_one_naming(
+    a: Opened, b: Opened, request: DiffRequest, options: DiffOptions
+) -> tuple[DiffBy, Sides, list[str], tuple[str, ...]]:
+    """What names are, both sides under them, and notes on how they were named and what is not compared.
 
-    by: DiffBy
-    sides: Sides
-    notes: list[str]
-    of_export: tuple[str, ...] = ()  # globs of `--ignore` that are for `export-hf --ignore-keys`
-
-
-def under_one_naming(a: Opened, b: Opened, request: DiffRequest, options: DiffOptions) -> Naming:
+    The last are globs of `--ignore` that are for `export-hf --ignore-keys`.
+    """
     by = _choose(request.by, a, b)
     if request.rules is not None and by != HUGGINGFACE:
         raise UsageError("--rules is for a Hugging Face model and a Megatron checkpoint")
     if by == HUGGINGFACE:
         of_export = _meant_for_export(a, b, options.ignore)
-        return Naming(by, *_by_export(a, b, of_export, request.rules, options.headers), of_export)
+        return by, *_by_export(a, b, of_export, request.rules, options.headers), of_export
     if by == PARAMETERS:
-        return Naming(by, *_by_parameters(a, b, request.target, options.workers))
+        return by, *_by_parameters(a, b, request.target, options.workers), ()
     sides, notes = (_by_keys(a), _by_keys(b)), list[str]()
     if request.by == "auto":
         sides, notes = _under_one_spelling(sides)
         as_export = _of_one_model(a, b, sides)
         if as_export is not None:
-            return Naming(HUGGINGFACE, *as_export)
-    return Naming(by, sides, notes)
+            return HUGGINGFACE, *as_export, ()
+    return by, sides, notes, ()
 
 
 def _meant_for_export(a: Opened, b: Opened, ignore: tuple[str, ...]) -> tuple[str, ...]:

@@ -203,7 +203,7 @@ def target_model(built: FsdpTarget, common: CommonState) -> LiveModel:
     trainable. The element type is that of the running model, not of its masters; the stored one if it is unknown.
     """
     found = (
-        _Stored(
+        (
             LiveTensor(
                 p.name,
                 p.shape,
@@ -235,19 +235,15 @@ def source_model(source: FsdpSource, style: ModelStyle) -> LiveModel:
             buffer=buffer,
             trainable=trainable,
         )
-        found.append(_Stored(live, split_part(t.name, style)[0]))
+        found.append((live, split_part(t.name, style)[0]))
     return LiveModel(tuple(_join_parts(found, style)), style.local_norms)
 
 
-class _Stored(NamedTuple):
-    """What the checkpoint holds under one name, and the live tensor that it is, or is a part of."""
+def _join_parts(stored: Iterable[tuple[LiveTensor, str]], style: ModelStyle) -> Iterator[LiveTensor]:
+    """Live tensors of what is stored, each with the name of the live tensor that it is, or is a part of.
 
-    tensor: LiveTensor
-    live: str
-
-
-def _join_parts(stored: Iterable[_Stored], style: ModelStyle) -> Iterator[LiveTensor]:
-    """Live tensors; those that the checkpoint keeps in parts (gated delta nets, MLA) are joined."""
+    Those that the checkpoint keeps in parts (gated delta nets, MLA) are joined.
+    """
     found: dict[str, list[LiveTensor]] = {}
     for tensor, live in stored:
         found.setdefault(live, []).append(tensor)

@@ -200,7 +200,19 @@ class _Sums(Generic[AnySums]):
                 {"layer": layer or None, "role": role, **plain(sums.summary())}
                 for (layer, role), sums in self.layers().items()
             ],
-            "tensors": [{**_described(t.named), **plain(t.found.summary())} for t in self.tensors],
+            "tensors": [
+                {
+                    "name": t.named.name,
+                    "expert": t.named.expert,
+                    "layer": t.named.part.label or None,
+                    "role": t.named.role,
+                    "dtype": t.named.tensor.dtype,
+                    "shape": list(t.named.tensor.shape),
+                    "keys": list(t.named.keys),
+                    **plain(t.found.summary()),
+                }
+                for t in self.tensors
+            ],
         }
 
 
@@ -457,15 +469,3 @@ def joined(pairs: Iterable[tuple[Any, AnySums]]) -> dict[Any, AnySums]:
             sums[name] = found.empty()
         sums[name].join(found)
     return sums
-
-
-def _described(named: NamedTensor) -> dict[str, Any]:
-    return {
-        "name": named.name,
-        "expert": named.expert,
-        "layer": named.part.label or None,
-        "role": named.role,
-        "dtype": named.tensor.dtype,
-        "shape": list(named.tensor.shape),
-        "keys": list(named.keys),
-    }
