@@ -112,7 +112,8 @@ def _refuse(prepared: Prepared, common: CommonState, layout: Layout) -> None:
             "it saves or loads such a tensor: the code of its checkpoints takes it apart by attributes that only v1 "
             "sets, and no released or proposed code shows what v2 will store. Use --layout mfsdp-v1"
         )
-    if _has_optimizer(prepared.target):
+    states = (fsdp_state(tensor.key) for tensor in prepared.target.tensors)
+    if any(state is not None and state.kind != STEP for state in states):
         raise UsageError(
             f"--layout {VERSION_2}: Megatron-FSDP v2 of Megatron-LM main loads no optimizer (it ends with "
             "NotImplementedError); pass --weights-only without --fresh-optimizer, or run `strip` first"
@@ -127,8 +128,3 @@ def _fused(target: Target, common: CommonState) -> Iterator[str]:
             yield f"{whole} is a gated MLP's, gate and up in one"
     if common.arg("mla_down_proj_fusion"):
         yield "the down-projections of multi-latent attention are fused (--mla-down-proj-fusion)"
-
-
-def _has_optimizer(target: Target) -> bool:
-    states = (fsdp_state(tensor.key) for tensor in target.tensors)
-    return any(state is not None and state.kind != STEP for state in states)
