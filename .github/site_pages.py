@@ -23,7 +23,7 @@ import typer.main
 import ckpt_tools
 from ckpt_tools.cli import manual
 from ckpt_tools.cli.app import app
-from ckpt_tools.cli.help import by_section, parameters
+from ckpt_tools.cli.commands import by_section, parameters
 
 REPO = Path(__file__).resolve().parent.parent
 DOCS = ".github/docs"

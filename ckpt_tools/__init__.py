@@ -36,9 +36,9 @@ _PUBLIC = {
     "CkptError": "errors",
     "open": "commands.look.checkpoint",
     "inspect_checkpoint": "commands.look.inspect",
-    "build_group_map": "commands.convert.to_fsdp_dtensor",
+    "build_group_map": "commands.convert.to_dtensors",
     "ConvertOptions": "commands.job.conversion",
-    "convert_to_fsdp_dtensor": "commands.convert.to_fsdp_dtensor",
+    "convert_to_fsdp_dtensor": "commands.convert.to_dtensors",
     "TargetOptions": "megatron.fsdp_dtensor.options",
     "plan_checkpoint": "commands.convert.plan",
     "load_dtensors": "commands.look.load_dtensors",
@@ -47,12 +47,12 @@ _PUBLIC = {
     "Topology": "sharding.topology",
     "ToTorchDistOptions": "commands.convert.to_torch_dist",
     "convert_to_torch_dist": "commands.convert.to_torch_dist",
-    "convert_to_dcp": "commands.convert.to_dcp",
+    "convert_to_dcp": "commands.convert.to_dtensors",
     "ExportOptions": "commands.huggingface.export_source",
     "export_hf": "commands.huggingface.export_hf",
     "ImportOptions": "commands.huggingface.import_hf",
     "import_hf": "commands.huggingface.import_hf",
-    "VerifyOptions": "commands.check.verify",
+    "VerifyOptions": "verify.report",
     "verify_checkpoint": "commands.check.verify",
     "Tolerance": "verify.compare.arrays",
     "DiffOptions": "verify.compare.differences",
@@ -63,11 +63,11 @@ _PUBLIC = {
     "slice_layers": "commands.edit.slice",
     "AverageOptions": "commands.edit.average",
     "average_checkpoints": "commands.edit.average",
-    "MergeOptions": "commands.adapters.merge_adapter",
-    "merge_adapter": "commands.adapters.merge_adapter",
+    "MergeOptions": "commands.edit.merge_adapter",
+    "merge_adapter": "commands.edit.merge_adapter",
     "strip_checkpoint": "commands.edit.strip",
     "repair_checkpoint": "commands.edit.repair",
-    "print_tensor": "commands.look.print_tensor",
+    "print_tensor": "commands.look.checkpoint",
     "list_run": "commands.look.ls",
     "CopyOptions": "commands.edit.copy",
     "copy_checkpoint": "commands.edit.copy",
@@ -78,22 +78,21 @@ _PUBLIC = {
 __all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604  keys of _PUBLIC are strings
 
 if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
-    from ckpt_tools.commands.adapters.merge_adapter import MergeOptions as MergeOptions
-    from ckpt_tools.commands.adapters.merge_adapter import merge_adapter as merge_adapter
     from ckpt_tools.commands.check.diff import diff_checkpoints as diff_checkpoints
     from ckpt_tools.commands.check.preflight import preflight as preflight
-    from ckpt_tools.commands.check.verify import VerifyOptions as VerifyOptions
     from ckpt_tools.commands.check.verify import verify_checkpoint as verify_checkpoint
     from ckpt_tools.commands.convert.plan import plan_checkpoint as plan_checkpoint
-    from ckpt_tools.commands.convert.to_dcp import convert_to_dcp as convert_to_dcp
-    from ckpt_tools.commands.convert.to_fsdp_dtensor import build_group_map as build_group_map
-    from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor as convert_to_fsdp_dtensor
+    from ckpt_tools.commands.convert.to_dtensors import build_group_map as build_group_map
+    from ckpt_tools.commands.convert.to_dtensors import convert_to_dcp as convert_to_dcp
+    from ckpt_tools.commands.convert.to_dtensors import convert_to_fsdp_dtensor as convert_to_fsdp_dtensor
     from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions as ToTorchDistOptions
     from ckpt_tools.commands.convert.to_torch_dist import convert_to_torch_dist as convert_to_torch_dist
     from ckpt_tools.commands.edit.average import AverageOptions as AverageOptions
     from ckpt_tools.commands.edit.average import average_checkpoints as average_checkpoints
     from ckpt_tools.commands.edit.copy import CopyOptions as CopyOptions
     from ckpt_tools.commands.edit.copy import copy_checkpoint as copy_checkpoint
+    from ckpt_tools.commands.edit.merge_adapter import MergeOptions as MergeOptions
+    from ckpt_tools.commands.edit.merge_adapter import merge_adapter as merge_adapter
     from ckpt_tools.commands.edit.modify import modify_state_dict as modify_state_dict
     from ckpt_tools.commands.edit.repair import repair_checkpoint as repair_checkpoint
     from ckpt_tools.commands.edit.slice import slice_layers as slice_layers
@@ -106,10 +105,10 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from ckpt_tools.commands.job.conversion import EditOptions as EditOptions
     from ckpt_tools.commands.job.placements import Layout as Layout
     from ckpt_tools.commands.look.checkpoint import open as open
+    from ckpt_tools.commands.look.checkpoint import print_tensor as print_tensor
     from ckpt_tools.commands.look.inspect import inspect_checkpoint as inspect_checkpoint
     from ckpt_tools.commands.look.load_dtensors import load_dtensors as load_dtensors
     from ckpt_tools.commands.look.ls import list_run as list_run
-    from ckpt_tools.commands.look.print_tensor import print_tensor as print_tensor
     from ckpt_tools.commands.look.stats import StatsOptions as StatsOptions
     from ckpt_tools.commands.look.stats import checkpoint_change as checkpoint_change
     from ckpt_tools.commands.look.stats import checkpoint_statistics as checkpoint_statistics
@@ -119,6 +118,7 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from ckpt_tools.sharding.topology import Topology as Topology
     from ckpt_tools.verify.compare.arrays import Tolerance as Tolerance
     from ckpt_tools.verify.compare.differences import DiffOptions as DiffOptions
+    from ckpt_tools.verify.report import VerifyOptions as VerifyOptions
 
 
 def __getattr__(name: str) -> Any:

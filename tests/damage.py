@@ -5,8 +5,9 @@ import shutil
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.commands.check.verify import verify_checkpoint
 from ckpt_tools.formats.torch_archive.tensor_template import framed_tensor
+from ckpt_tools.verify.report import VerifyOptions
 from tests.conftest import fixture_dir
 
 ITERATION = "iter_0000002"

@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 
 from ckpt_tools.commands.check.diff import diff_checkpoints
 from ckpt_tools.commands.convert.plan import plan_checkpoint
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.convert.to_dtensors import convert_to_fsdp_dtensor
 from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.commands.job.placements import Layout
 from ckpt_tools.formats.dcp.metadata_read import read_catalog

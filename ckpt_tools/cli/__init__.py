@@ -2,12 +2,10 @@
 
 * `verbs/`: a module a group of verbs: their options, their texts
 * `app`: the program, `--version`, and `main`: every outcome as an exit code
-* `commands`: the commands by name, built when asked for; words of former releases and of other programs
+* `commands`: the commands by name, built when asked for, and their `--help`; words of former releases and of others
 * `manual`: summaries, examples and exit codes of `--help`
-* `help`: how `--help` is laid out
 * `options`: an option as a row, and how its value is read
 * `table`: the options that verbs share, and how options become a command
-* `job_sizes`: the layout that the placement options ask for
 * `writing`: runs a verb that writes, for one iteration or all, and prints its report
 * `render`: tables for people, in as many columns as a terminal has; JSON for programs
 * `findings`: reports of checks: text, JSON, GitHub, Markdown, JUnit

@@ -105,7 +105,9 @@ def main(argv: list[str] | None = None) -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     gc.set_threshold(_GARBAGE)
     _fill_closed_streams()
-    _keep_freed_memory()
+    # glibc keeps blocks of up to 16 MiB that are freed from now on: its thresholds grow with what is freed, see
+    # mallopt(3). Otherwise the arrays of every tile get new pages from the system.
+    bytes(16 << 20)  # freed at once, and never touched
     sys.stdout, sys.stderr = _unbreakable(sys.stdout), _unbreakable(sys.stderr, OSError)
     code = run(argv)
     _drop_unwritten()
@@ -161,14 +163,6 @@ def _drop_unwritten() -> None:
             stream.flush()
         except (OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def _keep_freed_memory() -> None:
-    """Let glibc keep blocks of up to 16 MiB that are freed: its thresholds grow with what is freed, see mallopt(3).
-
-    Otherwise the arrays of every tile get new pages from the system.
-    """
-    bytes(16 << 20)  # freed at once, and never touched
 
 
 def run(argv: list[str] | None = None) -> int:

@@ -148,7 +148,7 @@ def group_map(file: Path | None) -> Mapping[str, int] | None:
     """The parameter groups that a file tells."""
     if file is None:
         return None
-    from ckpt_tools.commands.convert.to_fsdp_dtensor import load_group_map
+    from ckpt_tools.commands.convert.to_dtensors import load_group_map
 
     return load_group_map(file)
 

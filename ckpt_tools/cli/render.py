@@ -31,6 +31,7 @@ _PIECES = re.compile(r"[^\s./_,|=-]*(?:[./_,|=-]+|\s+|$)")
 _KEY = re.compile(r"\s*\w[^/\s]*\.\w")  # paths have a slash before a dot
 _NUMBER = re.compile(r"-?[\d,.]+(e[-+]\d+)?( %| \w+)?|-?(nan|inf)|-", re.IGNORECASE)
 _GREEN, _YELLOW, _RED = "\x1b[32m", "\x1b[33m", "\x1b[31m"
+_COLORS = {"error:": _RED, "warning:": _YELLOW, "warning": _YELLOW}  # of a line, by its first word
 _is_quiet = False
 
 
@@ -152,21 +153,13 @@ def _write(text: str, stream: TextIO, color: str = "") -> None:
     lines = text.split("\n")
     if width is not None:
         colored = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        lines = [
-            _painted(part, color or _color_of(line)) if colored else part
-            for line in lines
-            for part in fold_line(line, width)
-        ]
+        folded = list[str]()
+        for line in lines:
+            paint = color or _COLORS.get(line.lstrip().partition(" ")[0], "") if colored else ""
+            parts = fold_line(line, width)
+            folded += [f"{paint}{part}\x1b[0m" if paint and part else part for part in parts]
+        lines = folded
     print("\n".join(lines), file=stream, flush=True)
-
-
-def _painted(line: str, color: str) -> str:
-    return f"{color}{line}\x1b[0m" if color and line else line
-
-
-def _color_of(line: str) -> str:
-    word = line.lstrip().partition(" ")[0]
-    return {"error:": _RED, "warning:": _YELLOW, "warning": _YELLOW}.get(word, "")
 
 
 def tell_first(lines: Sequence[str], most: int, indent: str = "", what: str = "more") -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.cli.render import escape, say, tell, tell_verdict
-from ckpt_tools.commands.job.target_job import describe
+from ckpt_tools.commands.job.placements import describe_job
 from ckpt_tools.execute.proof.masters import describe_masters
 from ckpt_tools.human import counted, human_bytes
 from ckpt_tools.model.choices import assert_never
@@ -29,29 +29,29 @@ def print_report(report: ConversionReport, verbose: bool = False) -> None:
     made = "" if report.iteration == report.source_iteration else iteration_text(report.iteration)
     is_named = report.output_format == "hf" and report.architecture
     architecture = f": {report.architecture}" if is_named else ""
-    lines = [
-        f"  {'formats':<9} {_source(report)}{iteration_text(report.source_iteration)} -> "
-        f"{report.output_format} for {report.loader or 'the same loader'}{architecture}{made}",
-    ]
+    ends = f"{report.output_format} for {report.loader or 'the same loader'}{architecture}{made}"
+    rows = [("formats", f"{_source(report)}{iteration_text(report.source_iteration)} -> {ends}")]
     if report.job is not None:
-        lines += [f"  {title:<9} {text}" for title, text in describe(report.job)][: None if verbose else 1]
-    lines.append(f"  {'masters':<9} {masters_text(report.masters)}")
+        rows += describe_job(report.job)[: None if verbose else 1]
+    rows.append(("masters", masters_text(report.masters)))
     if report.written:
-        lines.append(f"  {'checked':<9} {checked(report.written)}")
+        rows.append(("checked", _checked(report.written)))
     notes = list(report.notes)
-    if (
-        report.written
-        and report.output_format in ("torch_dist", "fsdp_dtensor")
-        and not _is_numbered(report.written)
-    ):
+    has_root = report.output_format in ("torch_dist", "fsdp_dtensor")
+    if report.written and has_root and not _is_numbered(report.written):
         notes.insert(
             0,
             "no job finds this folder by --load: move it to RUN/iter_NNNNNNN, and write the iteration into "
             "RUN/latest_checkpointed_iteration.txt",
         )
-    lines += [f"  {line}" for line in shared(report.plan)]
-    found = [*_lost(report), *(f"  {'note':<9} {note}" for note in notes)]
+    found = [*_lost(report), *(row("note", note) for note in notes)]
+    lines = [*(row(*one) for one in rows), *shared(report.plan)]
     print_lines(_verdict(report), lines, found, _details(report), verbose)
+
+
+def row(title: str, text: str) -> str:
+    """A line of a report."""
+    return f"{title:<9} {text}"
 
 
 def print_lines(
@@ -65,18 +65,17 @@ def print_lines(
         fits = findings if len(findings) <= room else findings[:room]
         shown = [*lines, *fits]
         if hidden := len(findings) - len(fits) + len(details):
-            shown.append(f"  {counted(hidden, 'more line')} with -v, everything with --json")
+            shown.append(f"{counted(hidden, 'more line')} with -v, everything with --json")
     for line in shown:
-        tell(escape(line))
+        tell(escape(f"  {line}"))
 
 
 def _verdict(report: ConversionReport) -> str:
     written = report.written
     if written is None:
-        size = f"{human_bytes(report.plan['bytes_to_write'])} in {counted(len(report.plan['files']), 'file')}"
-        return f"would convert {report.source} -> {report.output}: {size}"
+        return f"would convert {report.source} -> {report.output}: {_planned_size(report)}"
     done = "compared, it was complete already:" if written.was_there else "converted"
-    return f"{done} {report.source} -> {place(written)}: {size_and_time(written)}"
+    return f"{done} {report.source} -> {_place(written)}: {_size_and_time(written)}"
 
 
 def shared(links: Mapping[str, Any]) -> list[str]:
@@ -86,12 +85,11 @@ def shared(links: Mapping[str, Any]) -> list[str]:
         return []
     size = human_bytes(sum(files.values()))
     rest = f"; {human_bytes(unused)} in them belong to nothing here" if unused else ""
-    return [
-        f"{'linked':<9} {counted(len(files), 'file')} ({size}) of the source: a change in place changes both{rest}"
-    ]
+    linked = f"{counted(len(files), 'file')} ({size}) of the source: a change in place changes both{rest}"
+    return [row("linked", linked)]
 
 
-def size_and_time(written: WriteReport) -> str:
+def _size_and_time(written: WriteReport) -> str:
     """What every verdict of a written checkpoint ends with."""
     return f"{human_bytes(written.bytes_written)} in {written.seconds:.2f} s"
 
@@ -100,83 +98,73 @@ def _lost(report: ConversionReport) -> list[str]:
     """Lines on what the output lacks of the source, and what was there before."""
     written = report.written
     dropped, _ = _apart(report.dropped)
-    lines = [f"  {'dropped':<9} {entry}" for entry in _by_reason(dropped)]
+    lines = [row("dropped", entry) for entry in _by_reason(dropped)]
     if written is None:
         return lines
     if written.rounded_tensors:
+        elements = f"{written.rounded_elements:,} elements of {written.rounded_tensors:,} tensors"
         lines.append(
-            f"  {'rounded':<9} {written.rounded_elements:,} elements of {written.rounded_tensors:,} tensors by the "
-            f"cast to their new type, most in {written.rounded_most}"
+            row("rounded", f"{elements} by the cast to their new type, most in {written.rounded_most}")
         )
-    return [*lines, *(f"  {line}" for line in _changed_before(written))]
+    return [*lines, *_changed_before(written)]
 
 
 def _changed_before(written: WriteReport) -> list[str]:
     """What became of a checkpoint and a tracker that were there before."""
     rows = (("replaced", written.replaced), ("tracker", written.tracker))
-    return [f"{title:<9} {text}" for title, text in rows if text]
+    return [row(title, text) for title, text in rows if text]
 
 
 def _details(report: ConversionReport) -> list[str]:
     """What was done without any loss."""
     groups = [f"group {number}: {counted(n, 'parameter')}" for number, n in report.groups.items()]
     holds = f"{report.tensors:,} tensors, {report.objects:,} objects and scalars"
-    lines = [f"  {'holds':<9} {'; '.join([holds, *groups])}"]
+    rows = [("holds", "; ".join([holds, *groups]))]
     w = report.written
     if w is not None:
         rate = human_bytes(int(w.bytes_written / max(w.seconds, 1e-9)))
-        lines += [
-            f"  {'speed':<9} {rate}/s with {counted(w.ranks, 'process')}; read {human_bytes(w.bytes_read)}, "
-            f"largest process {human_bytes(w.peak_rss_bytes)}",
-            f"  {'copied':<9} {human_bytes(w.bytes_cloned)} cloned, {human_bytes(w.bytes_kernel_copied)} in kernel, "
-            f"{human_bytes(w.bytes_touched)} through buffers; {w.items_resumed:,} of {w.items:,} items resumed",
+        rows += [
+            (
+                "speed",
+                f"{rate}/s with {counted(w.ranks, 'process')}; read {human_bytes(w.bytes_read)}, "
+                f"largest process {human_bytes(w.peak_rss_bytes)}",
+            ),
+            (
+                "copied",
+                f"{human_bytes(w.bytes_cloned)} cloned, {human_bytes(w.bytes_kernel_copied)} in kernel, "
+                f"{human_bytes(w.bytes_touched)} through buffers; {w.items_resumed:,} of {w.items:,} items resumed",
+            ),
         ]
         if w.rounded_and_kept:
-            lines.append(
-                f"  {'rounded':<9} {w.rounded_and_kept:,} elements of weights; the masters keep the exact values"
-            )
+            exact = f"{w.rounded_and_kept:,} elements of weights; the masters keep the exact values"
+            rows.append(("rounded", exact))
     else:
-        files = counted(len(report.plan["files"]), "file")
-        lines.append(f"  {'writes':<9} {human_bytes(report.plan['bytes_to_write'])} in {files}")
-    for title, entries in (
-        ("kept", report.kept),
-        ("renamed", report.renamed),
-        ("filled in", report.backfilled),
-    ):
-        lines += _cut(title, entries)
-    _, no_place = _apart(report.dropped)
-    if no_place:
-        format = _FORMATS.get(report.output_format, report.output_format)
-        lines.append(f"  not part of {format}: {no_place}")
-    return lines
+        rows.append(("writes", _planned_size(report)))
+    return [*(row(*one) for one in rows), *changes(report, report.output_format)]
 
 
-def _cut(title: str, entries: Sequence[str]) -> list[str]:
-    lines = [f"  {title:<9} {entry}" for entry in entries[:_SHOWN]]
-    if len(entries) > _SHOWN:
-        lines.append(f"  {title:<9} ... and {len(entries) - _SHOWN:,} more (--json lists all)")
-    return lines
+def _planned_size(report: ConversionReport) -> str:
+    return f"{human_bytes(report.plan['bytes_to_write'])} in {counted(len(report.plan['files']), 'file')}"
 
 
-def checked(w: WriteReport) -> str:
+def _checked(w: WriteReport) -> str:
     """What was proven of source and output."""
     return source_checksums(w) + ("; the output was read back and is equal" if w.output_verified else "")
 
 
-def changes(of: Target, output_format: str) -> list[str]:
-    """What a conversion would change, in a line each; long lists are cut."""
+def changes(of: ConversionReport | Target, output_format: str, with_losses: bool = False) -> list[str]:
+    """What a conversion changes, in a line each; long lists are cut. Losses are what is dropped, and notes."""
     dropped, no_place = _apart(of.dropped)
+    lists = {"kept": of.kept, "renamed": of.renamed, "filled in": of.backfilled}
+    if with_losses:
+        lists = {"dropped": tuple(_by_reason(dropped)), **lists, "note": of.notes}
     lines = []
-    for title, entries in (
-        ("dropped", _by_reason(dropped)),
-        ("kept", of.kept),
-        ("renamed", of.renamed),
-        ("filled in", of.backfilled),
-        ("note", of.notes),
-    ):
-        lines += _cut(title, entries)
+    for title, entries in lists.items():
+        lines += [row(title, entry) for entry in entries[:_SHOWN]]
+        if len(entries) > _SHOWN:
+            lines.append(row(title, f"... and {len(entries) - _SHOWN:,} more (--json lists all)"))
     if no_place:
-        lines.append(f"  not part of {_FORMATS.get(output_format, output_format)}: {no_place}")
+        lines.append(f"not part of {_FORMATS.get(output_format, output_format)}: {no_place}")
     return lines
 
 
@@ -265,20 +253,19 @@ def print_edited(
     """The report of a command that writes a checkpoint in the format of its source; `lines` are its own."""
     written = done.written
     holds = f"{counted(done.tensors, 'tensor')}, {counted(done.objects, 'object')}"
+    lines = [*lines, *shared(done.plan)]
     if written is None:
         size = human_bytes(done.plan["bytes_to_write"])
         verdict = f"would write {done.output}: {holds}, {size} (--dry-run: nothing was written)"
-        lines = [*lines, *shared(done.plan)]
-        print_lines(verdict, [f"  {line}" for line in lines], [], [f"  {line}" for line in details], verbose)
+        print_lines(verdict, lines, [], details, verbose)
         return
     verb = "compared, it was complete already:" if written.was_there else "wrote"
-    shown = [*lines, *shared(done.plan), f"{'checked':<9} {checked(written)}", *_changed_before(written)]
-    notes = [f"  {'note':<9} {note}" for note in done.notes]
-    verdict = f"{verb} {place(written)}: {holds}, {size_and_time(written)}"
-    print_lines(verdict, [f"  {line}" for line in shown], notes, [f"  {line}" for line in details], verbose)
+    shown = [*lines, row("checked", _checked(written)), *_changed_before(written)]
+    verdict = f"{verb} {_place(written)}: {holds}, {_size_and_time(written)}"
+    print_lines(verdict, shown, [row("note", note) for note in done.notes], details, verbose)
 
 
-def place(w: WriteReport) -> str:
+def _place(w: WriteReport) -> str:
     """Where the checkpoint is, and how a job loads it."""
     return f"{w.directory} (--load {w.directory.rpartition('/')[0]})" if _is_numbered(w) else w.directory
 

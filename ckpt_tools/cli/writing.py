@@ -24,8 +24,8 @@ def carry_out(
     given: Given,
     options: AnyOptions,
     run: Callable[[AnyOptions, Progress], Report],
-    data: Callable[[Report], dict[str, Any]],
-    show: Callable[[Report], None],
+    data: Callable[[Report], dict[str, Any]] | None = None,
+    show: Callable[[Report, bool], None] | None = None,
     *,
     kinds: tuple[CheckpointKind, ...] = (),
     schema_version: int = 1,
@@ -34,13 +34,18 @@ def carry_out(
 
     Args:
         options: of the library. `run` gets them with the iteration, and whether the output's tracker is to name it.
-        data: the report as JSON's types. `show` prints it for people.
+        data: the report as JSON's types. `show` prints it for people: the whole of it with --verbose. Both default
+            to those of a conversion.
         kinds: those of the output that count as there already; empty for the source's own.
         schema_version: of one report, which that of all iterations has too.
     """
     from ckpt_tools.cli.progress import is_first_rank, progress_bar
-    from ckpt_tools.cli.reports import say_unfinished
+    from ckpt_tools.cli.reports import print_report, say_unfinished
     from ckpt_tools.commands.job import iterations
+    from ckpt_tools.commands.job.report import ConversionReport
+
+    in_json: Callable[[Any], dict[str, Any]] = data or ConversionReport.as_json
+    in_text: Callable[[Any, bool], None] = show or print_report
 
     def run_one(number: int | None, tracker: bool) -> Report:
         changes: dict[str, Any] = {"tracker": tracker} if hasattr(options, "tracker") else {}
@@ -55,7 +60,9 @@ def carry_out(
             outcomes = iterations.convert_iterations(source, output, kinds, given["overwrite"], run_one)
     if is_first_rank():
         if as_json or file is not None:
-            found = data(done) if number != "all" else iterations.as_json(outcomes, data, schema_version)
+            found = (
+                in_json(done) if number != "all" else iterations.as_json(outcomes, in_json, schema_version)
+            )
             text = render.json_text(found, 2) + "\n"
             if file is not None:
                 render.write_text(file, text, source)
@@ -69,7 +76,7 @@ def carry_out(
             elif as_json:
                 continue
             elif outcome.report is not None:
-                show(outcome.report)
+                in_text(outcome.report, given["verbose"])
             else:
                 render.tell(f"{outcome.name}: exists already, skipped (--overwrite replaces it)")
     if number == "all":

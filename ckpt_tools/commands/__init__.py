@@ -3,8 +3,7 @@
 * `job/`: a job that writes: open, prepare, place, write, report
 * `convert/`: `convert`, `plan`, `build-param-group-map`
 * `huggingface/`: `export-hf`, `import-hf`
-* `adapters/`: `merge-adapter`, `export-hf --peft`
-* `edit/`: `modify-state-dict`, `slice`, `strip`, `average`, `repair`, `copy`
+* `edit/`: `modify-state-dict`, `slice`, `strip`, `average`, `merge-adapter`, `repair`, `copy`
 * `look/`: `inspect`, `ls`, `stats`, `print-tensor`, and checkpoints as Python objects
 * `check/`: `verify`, `diff`, `preflight`
 """

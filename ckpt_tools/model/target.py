@@ -34,6 +34,27 @@ class TargetTensor:
     role: Role = "weight"
 
 
+def target_of(
+    key: str, value: Value, path: tuple[str | int, ...] = (), role: Role = "weight"
+) -> TargetTensor:
+    """The target that shows a value as it is."""
+    return TargetTensor(
+        key, value.dtype, value.shape, value.sources, path, zero_filled=value.zero_filled, role=role
+    )
+
+
+def rounding_target(key: str, master: Value, weight: Value) -> TargetTensor:
+    """A master that must round to a stored weight."""
+    return TargetTensor(
+        key,
+        master.dtype,
+        master.shape,
+        master.sources,
+        must_round_to=weight.sources,
+        must_round_dtype=weight.dtype,
+    )
+
+
 @many(frozen=True, slots=True)
 class InlineTensor:
     """A small tensor with bytes that are already known: Adam steps, rng states."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from ckpt_tools.errors import CkptError, HostileCheckpointError
@@ -79,6 +80,20 @@ def failed_check(name: str, where: str, error: CkptError) -> Check:
     found.looked_at = 1
     found.failure(where, error)
     return found.done()
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    """How much to look at."""
+
+    content: bool = False  # read every byte
+    manifest: Path | None = None  # compared with
+    allow_nonfinite: bool = False
+    trust_pickle: bool = False
+    threads: int = 2
+    workers: int | None = None  # processes forked on this machine; None: as many as help
+    write_manifest: Path | None = None  # made, when the checkpoint is valid
+    every_iteration: bool = False  # of its run is verified: newer ones are not pointed at
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from tests.conftest import REPO
 _LOADED = [
     *(getattr(ckpt_tools, name) for name in ckpt_tools.__all__),
     *(import_module(f"ckpt_tools.cli.verbs.{module}") for module in MODULES.values()),
-    *map(import_module, ("rich.progress", "ckpt_tools.cli.progress", "ckpt_tools.cli.help")),
+    *map(import_module, ("rich.progress", "ckpt_tools.cli.progress", "ckpt_tools.cli.commands")),
 ]  # once, and not by every fork
 
 

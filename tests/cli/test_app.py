@@ -206,7 +206,7 @@ runpy.run_module("ckpt_tools", run_name="__main__", alter_sys=True)
 """
 LATE = (
     "typer", "ckpt_tools.cli", "ckpt_tools.cli.app", "ckpt_tools.errors", "ckpt_tools.cli.commands",
-    "ckpt_tools.cli.verbs.convert", "ckpt_tools.commands.convert.to_fsdp_dtensor", "numpy",
+    "ckpt_tools.cli.verbs.convert", "ckpt_tools.commands.convert.to_dtensors", "numpy",
     "ckpt_tools.execute.output.local_output",
 )  # fmt: skip
 

@@ -20,7 +20,7 @@ from ckpt_tools.cli.commands import MEANT, MODULES, REMOVED
 from ckpt_tools.cli.findings import grouped
 from ckpt_tools.cli.options import model_folder, parse_bytes
 from ckpt_tools.cli.reports import _by_reason
-from ckpt_tools.cli.verbs.diff import two_values
+from ckpt_tools.cli.verbs.check import two_values
 from ckpt_tools.errors import UsageError, list_problems
 from ckpt_tools.execute.run import _Run
 from ckpt_tools.human import human_bytes

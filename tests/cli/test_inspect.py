@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.look.read_values import json_value
+from ckpt_tools.commands.look.dcp_json import json_value
 from ckpt_tools.human import human_bytes
 from tests.conftest import LLAMA, all_checkpoints, fixture_dir
 

@@ -7,31 +7,31 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from ckpt_tools.cli.job_sizes import JOB_SIZES
 from ckpt_tools.cli.options import Row, option
 from ckpt_tools.cli.table import FSDP_TARGET, TABLE, TORCH_DIST_TARGET, fill, with_options
-from ckpt_tools.cli.verbs import check, diff, edit, huggingface, look, plan, stats
-from ckpt_tools.commands.adapters.merge_adapter import MergeOptions
-from ckpt_tools.commands.check.sides import DiffRequest
-from ckpt_tools.commands.check.verify import VerifyOptions
+from ckpt_tools.cli.verbs import check, convert, edit, look
+from ckpt_tools.cli.verbs.convert import JOB_SIZES
+from ckpt_tools.commands.check.diff import DiffRequest
 from ckpt_tools.commands.convert.plan import plan_checkpoint
 from ckpt_tools.commands.convert.to_torch_dist import ToTorchDistOptions
 from ckpt_tools.commands.edit.average import AverageOptions
 from ckpt_tools.commands.edit.copy import CopyOptions
+from ckpt_tools.commands.edit.merge_adapter import MergeOptions
 from ckpt_tools.commands.edit.slice import slice_layers
 from ckpt_tools.commands.edit.strip import strip_checkpoint
 from ckpt_tools.commands.huggingface.export_source import ExportOptions
 from ckpt_tools.commands.huggingface.import_hf import ImportOptions
 from ckpt_tools.commands.job.conversion import ConvertOptions, EditOptions
+from ckpt_tools.commands.look.checkpoint import print_tensor
 from ckpt_tools.commands.look.dcp_json import dcp_as_json
 from ckpt_tools.commands.look.inspect import Inspection, inspect_checkpoint
-from ckpt_tools.commands.look.print_tensor import print_tensor
 from ckpt_tools.commands.look.stats import StatsOptions
 from ckpt_tools.execute.run import WriteOptions
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from ckpt_tools.verify.compare.arrays import Tolerance
 from ckpt_tools.verify.compare.differences import DiffOptions
+from ckpt_tools.verify.report import VerifyOptions
 
 # What is filled by a command's options, and the rows that the command has of its own.
 FILLED: tuple[tuple[Callable[..., Any], Mapping[str, Row]], ...] = (
@@ -40,22 +40,22 @@ FILLED: tuple[tuple[Callable[..., Any], Mapping[str, Row]], ...] = (
     (TargetOptions, {}),
     (TorchDistOptions, {}),
     (WriteOptions, {}),
-    (ExportOptions, huggingface._EXPORTED),
-    (ImportOptions, huggingface._IMPORTED),
+    (ExportOptions, convert._EXPORTED),
+    (ImportOptions, convert._IMPORTED),
     (AverageOptions, edit._AVERAGE),
     (EditOptions, {}),
     (strip_checkpoint, edit._STRIP),
     (MergeOptions, {}),
     (slice_layers, edit._SLICE),
     (VerifyOptions, check._VERIFY),
-    (DiffOptions, diff._DIFF),
-    (DiffRequest, diff._DIFF),
-    (Tolerance, diff._DIFF),
+    (DiffOptions, check._DIFF),
+    (DiffRequest, check._DIFF),
+    (Tolerance, check._DIFF),
     (inspect_checkpoint, look._INSPECT),
     (dcp_as_json, look._DCP_JSON),
     (print_tensor, look._PRINT),
-    (plan_checkpoint, plan._OWN),
-    (StatsOptions, stats._OWN),
+    (plan_checkpoint, convert._PLAN),
+    (StatsOptions, look._STATS),
     (CopyOptions, edit._COPY | {"iteration": TABLE["iteration"]}),  # `all` or a number, as for ConvertOptions
     (Inspection.by, {"axis": look._INSPECT["by"]}),
 )

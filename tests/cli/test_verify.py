@@ -9,7 +9,7 @@ import pytest
 import ckpt_tools
 from ckpt_tools.cli import findings
 from ckpt_tools.cli.app import run
-from ckpt_tools.cli.verbs.diff import two_values
+from ckpt_tools.cli.verbs.check import two_values
 from ckpt_tools.commands.check import verify_checks
 from ckpt_tools.errors import Interrupted, Terminated
 from ckpt_tools.verify.content import manifest

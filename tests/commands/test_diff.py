@@ -14,10 +14,8 @@ import numpy as np
 import pytest
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.check.diff import diff_checkpoints
-from ckpt_tools.commands.check.sides import DiffRequest, _recorded_tp
-from ckpt_tools.commands.convert.to_dcp import convert_to_dcp
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.check.diff import DiffRequest, _recorded_tp, diff_checkpoints
+from ckpt_tools.commands.convert.to_dtensors import convert_to_dcp, convert_to_fsdp_dtensor
 from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.formats.locate.detect import Location

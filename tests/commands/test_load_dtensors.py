@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.convert.to_dtensors import convert_to_fsdp_dtensor
 from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.commands.job.placements import Layout
 from ckpt_tools.commands.look.load_dtensors import mesh_axes

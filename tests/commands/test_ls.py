@@ -18,10 +18,10 @@ from torch.distributed import checkpoint as dcp
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.look import pages
+from ckpt_tools.commands.look.checkpoint import MAX_SHOWN, parse_slice, print_tensor
 from ckpt_tools.commands.look.inspect import inspect_checkpoint
 from ckpt_tools.commands.look.ls import list_run
 from ckpt_tools.commands.look.pages import inspection_html
-from ckpt_tools.commands.look.print_tensor import MAX_SHOWN, parse_slice, print_tensor
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.storage.files import LocalFiles
 from ckpt_tools.formats.storage.open_files import files_below

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_tools.commands.convert.to_dcp import convert_to_dcp
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.convert.to_dtensors import convert_to_dcp, convert_to_fsdp_dtensor
 from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.commands.job.placements import Layout
 from ckpt_tools.sharding.topology import Topology

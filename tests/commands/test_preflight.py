@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from ckpt_tools.commands.check.launch import launch, unsaid
 from ckpt_tools.commands.check.preflight import Start, _about, _checks, preflight
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.convert.to_dtensors import convert_to_fsdp_dtensor
 from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.commands.job.placements import Layout

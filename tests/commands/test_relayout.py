@@ -16,7 +16,7 @@ import torch
 from ckpt_tools import ConvertOptions, Layout, TargetOptions, Topology, convert_to_fsdp_dtensor
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.convert.plan import BufferTypes, buffer_types
-from ckpt_tools.commands.convert.to_fsdp_dtensor import prepare
+from ckpt_tools.commands.convert.to_dtensors import prepare
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.commands.job.placements import LiveModel, exact_placement, mla_tp_dims, place_model
 from ckpt_tools.formats.pickle.unpickle import TorchDtype

@@ -20,7 +20,7 @@ from tests.synthetic import write_llama
 # In another process, because one with threads, as pytest's may be, is not forked.
 SCRIPT = """
 import os, sys
-from ckpt_tools.commands.convert.to_fsdp_dtensor import ConvertOptions, convert_to_fsdp_dtensor
+from ckpt_tools.commands.convert.to_dtensors import ConvertOptions, convert_to_fsdp_dtensor
 from ckpt_tools.errors import CkptError
 from ckpt_tools.execute.run import WriteOptions
 

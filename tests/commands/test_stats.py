@@ -16,10 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.check.diff import diff_checkpoints
-from ckpt_tools.commands.check.sides import DiffRequest
-from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.check.diff import DiffRequest, diff_checkpoints
+from ckpt_tools.commands.check.verify import verify_checkpoint
+from ckpt_tools.commands.convert.to_dtensors import convert_to_fsdp_dtensor
 from ckpt_tools.commands.look.inspect import inspect_checkpoint
 from ckpt_tools.commands.look.stats import (
     NamedTensor,
@@ -37,6 +36,7 @@ from ckpt_tools.model.dtypes import ITEMSIZE
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.model.views import Source
 from ckpt_tools.verify.content.values import Change, Statistics
+from ckpt_tools.verify.report import VerifyOptions
 from tests.altered import scaled
 from tests.commands import oracle
 from tests.conftest import DATA, MOE, REPO, fixture_dir

@@ -12,8 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import ckpt_tools
-from ckpt_tools.commands.convert.to_dcp import convert_to_dcp
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.convert.to_dtensors import convert_to_dcp, convert_to_fsdp_dtensor
 from ckpt_tools.commands.huggingface.import_hf import ImportOptions, import_hf
 from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.commands.job.placements import Layout

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.check.verify import verify_checkpoint
+from ckpt_tools.commands.convert.to_dtensors import convert_to_fsdp_dtensor
 from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.errors import CkptError, StorageError
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
@@ -33,6 +33,7 @@ from ckpt_tools.formats.locate.detect import TRACKER
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.formats.torch_archive.item_reader import find_tensor
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
+from ckpt_tools.verify.report import VerifyOptions
 from tests.damage import ITERATION, copy_of
 from tests.execute.conftest import make_case, reopened_case
 from tests.execute.converter import PUBLISHED, Converters, Order

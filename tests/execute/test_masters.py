@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.check.verify import verify_checkpoint
+from ckpt_tools.commands.convert.to_dtensors import convert_to_fsdp_dtensor
 from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.errors import UnsupportedCheckpointError, VerificationError
 from ckpt_tools.execute.move.read_box import BoxReader
@@ -40,6 +40,7 @@ from ckpt_tools.model.kernels.casts import Array, cast, float32_to_bfloat16
 from ckpt_tools.model.kernels.fp8_weights import survey, too_far
 from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.model.views import Permute, Place, Source
+from ckpt_tools.verify.report import VerifyOptions
 from tests.commands import oracle
 from tests.conftest import DATA, fixture_dir
 from tests.strategies import Shape

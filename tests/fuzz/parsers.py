@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from unittest.mock import patch
 
-from ckpt_tools.commands.convert.to_fsdp_dtensor import load_group_map
+from ckpt_tools.commands.convert.to_dtensors import load_group_map
 from ckpt_tools.errors import CkptError, CorruptCheckpointError
 from ckpt_tools.execute.move.source_reader import ChunkRef, SourceReader
 from ckpt_tools.formats.dcp import metadata_read as dcp

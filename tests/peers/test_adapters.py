@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_tools.commands.adapters.merge_adapter import MergeOptions, merge_adapter
+from ckpt_tools.commands.edit.merge_adapter import MergeOptions, merge_adapter
 from tests.commands import oracle
 from tests.peers.releases import run_writer
 from tests.peers.test_optimizer_layouts import PEERS, join

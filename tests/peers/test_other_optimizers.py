@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_tools.commands.convert.to_fsdp_dtensor import convert_to_fsdp_dtensor
+from ckpt_tools.commands.convert.to_dtensors import convert_to_fsdp_dtensor
 from ckpt_tools.commands.convert.to_torch_dist import convert_to_torch_dist
 from tests.commands.oracle import files_of
 from tests.peers.releases import run_writer

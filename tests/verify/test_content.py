@@ -18,9 +18,8 @@ from safetensors.numpy import save_file
 from torch.distributed import checkpoint as dcp
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.check.diff import diff_checkpoints
-from ckpt_tools.commands.check.sides import DiffRequest
-from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.commands.check.diff import DiffRequest, diff_checkpoints
+from ckpt_tools.commands.check.verify import verify_checkpoint
 from ckpt_tools.execute.proof import masters
 from ckpt_tools.execute.proof.masters import compare_masters
 from ckpt_tools.formats.dcp.metadata_read import read_catalog
@@ -35,6 +34,7 @@ from ckpt_tools.verify.compare import differences
 from ckpt_tools.verify.compare.arrays import Tolerance
 from ckpt_tools.verify.compare.differences import DiffOptions
 from ckpt_tools.verify.content.values import Census, parts_of
+from ckpt_tools.verify.report import VerifyOptions
 from tests.conftest import DATA
 from tests.damage import (
     ITERATION,

@@ -13,14 +13,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from ckpt_tools.cli.app import run
-from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
-from ckpt_tools.commands.huggingface.tensors import without_frequencies
+from ckpt_tools.commands.check.verify import verify_checkpoint
+from ckpt_tools.commands.huggingface.folder import without_frequencies
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.formats.storage.files import LocalFiles
 from ckpt_tools.megatron.huggingface.families.identify import NUMBER
 from ckpt_tools.model.catalog import TensorEntry
 from ckpt_tools.verify.checkpoint.hf_folder import check_hf_names
-from ckpt_tools.verify.report import Finding
+from ckpt_tools.verify.report import Finding, VerifyOptions
 from tests.megatron.huggingface import vision_language
 from tests.megatron.huggingface.by_rules import DEEPSEEK, LLAMA, QWEN3_MOE, directory
 from tests.megatron.huggingface.quantized_models import fp8_blocks, fp8_tensors, gpt_oss, mixed

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from ckpt_tools.commands.check import verify_checks
-from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.commands.check.verify import verify_checkpoint
 from ckpt_tools.execute.proof.masters import MastersReport, compare_all_masters
 from ckpt_tools.formats.dcp.metadata_read import read_catalog
 from ckpt_tools.formats.storage.files import LocalFiles
 from ckpt_tools.verify.content.content import master_pairs
-from ckpt_tools.verify.report import Report
+from ckpt_tools.verify.report import Report, VerifyOptions
 from tests.conftest import LLAMA, REPO
 from tests.damage import ITERATION, copy_of, payload_of, replace_chunk
 

@@ -11,10 +11,11 @@ import torch
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.check.diff import diff_checkpoints
-from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint
+from ckpt_tools.commands.check.verify import verify_checkpoint
 from ckpt_tools.megatron.format import Weight
 from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.verify.checkpoint import meaning
+from ckpt_tools.verify.report import VerifyOptions
 from tests.conftest import LLAMA, MOE, NATIVE, all_checkpoints, fixture_dir
 from tests.damage import (
     ITERATION,

@@ -1,8 +1,11 @@
-"""`verify` and `preflight`."""
+"""`verify`, `preflight`, and `diff` with its old name `compare-two-checkpoint`."""
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,12 +16,13 @@ from ckpt_tools.cli import options as v
 from ckpt_tools.cli.options import flag, option
 from ckpt_tools.cli.table import EVERY_ITERATION, READING, Checkpoint, Given, fill, with_options
 from ckpt_tools.human import counted
-from ckpt_tools.model.choices import DialectName, ReportFormat, assert_never
+from ckpt_tools.model.choices import DialectName, DiffBy, NanPolicy, ReportFormat, assert_never
 from ckpt_tools.plain_data import plain
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.check.launch import Launch
     from ckpt_tools.commands.check.preflight import Start
+    from ckpt_tools.verify.compare.differences import DiffReport, TensorDiff
     from ckpt_tools.verify.report import Report
 
 _AS_JSON = flag("--json", help="Print JSON, the same as --format json.")
@@ -64,7 +68,8 @@ def verify(
     Without --content only metadata and file sizes are read, and every pickle: nothing in it is executed.
     """
     from ckpt_tools.cli.progress import progress_bar
-    from ckpt_tools.commands.check.verify import VerifyOptions, verify_checkpoint, verify_checkpoints
+    from ckpt_tools.commands.check.verify import verify_checkpoint, verify_checkpoints
+    from ckpt_tools.verify.report import VerifyOptions
 
     of_all = given["iteration"] == "all"
     options = fill(VerifyOptions, given, every_iteration=of_all)
@@ -125,8 +130,8 @@ def preflight(
     _write_junit([found.report], "preflight", given)
     more = {
         "program": found.program,
-        "launch": _command(found.launch),
-        "as_is": _command(found.as_is),
+        "launch": found.launch and plain(found.launch) | {"command": found.launch.command},
+        "as_is": found.as_is and plain(found.as_is) | {"command": found.as_is.command},
         "starts": plain(found.starts),
     }
     _print_report(found.report, "preflight", given, more)
@@ -138,12 +143,6 @@ def preflight(
             found.as_is,
         )
     raise typer.Exit(0 if found.report.is_valid else 1)
-
-
-def _command(start: Launch | None) -> dict[str, Any] | None:
-    if start is None:
-        return None
-    return {"environment": list(start.environment), "words": list(start.words), "command": start.command}
 
 
 def _print_launch(title: str, start: Launch | None) -> None:
@@ -210,7 +209,181 @@ def _print_text(report: Report, command: str, verbose: bool) -> None:
 
 
 _REPORTED = READING | {"report_format", "junit"}
+
+
+_SHOWN = 20
+_DIFF = {
+    "rules": option(
+        Path, "--rules", help="Rule file of the export or import, if one side is a Hugging Face model."
+    ),
+    "rtol": option(float, "--rtol", default=0.0, min=0, help="Relative tolerance, of the larger value."),
+    "atol": option(float, "--atol", default=0.0, min=0, help="Absolute tolerance."),
+    "ulp": option(int, "--ulp", default=0, min=0, help="Representable numbers that two values may be apart."),
+    "nan": option(
+        NanPolicy, "--nan",
+        help="NaNs are equal by their bits (default), always (default with a tolerance), or never.",
+    ),
+    "keys": option(list[str], "--keys", read=v.globs, help="Compare only names that match this glob."),
+    "ignore": option(
+        list[str], "--ignore", read=v.globs, help="Leave out names that match this glob, e.g. 'args.*'."
+    ),
+    "headers": flag(
+        "--headers",
+        help="Compare names, shapes and types only; no values are read.",
+    ),
+    "verbose": flag("--verbose", "-v", help="Print the table of roles even if all is equal."),
+    "by": option(
+        DiffBy, "--by", default="auto", help="Names to match: stored keys, those of fsdp_dtensor or of export-hf."
+    ),
+}  # fmt: skip
+
+
+def diff(checkpoint_1: Checkpoint, checkpoint_2: Checkpoint, **given: Any) -> None:
+    """Compare two checkpoints bit by bit, also of different formats. Exit code 1: they differ."""
+    from ckpt_tools.cli.progress import progress_bar
+    from ckpt_tools.commands.check.diff import DiffRequest, diff_checkpoints
+    from ckpt_tools.errors import UsageError
+    from ckpt_tools.verify.compare.differences import DiffOptions
+
+    if given["iteration"] is not None and checkpoint_1.rstrip("/") == checkpoint_2.rstrip("/"):
+        raise UsageError(
+            f"--iteration {given['iteration']}: both sides are that of {checkpoint_1}; "
+            "two of its iterations are compared as `diff RUN/iter_0000002 RUN/iter_0000004`"
+        )
+    if given["nan"] is None:
+        given["nan"] = "equal" if given["rtol"] or given["atol"] or given["ulp"] else "bits"
+    request = fill(DiffRequest, given, iterations=(given["iteration"],) * 2)
+    with progress_bar(given["quiet"]) as progress:
+        report = diff_checkpoints(checkpoint_1, checkpoint_2, fill(DiffOptions, given), request, progress)
+    if given["as_json"]:
+        sys.stdout.writelines(render.json_lines(_diff_head(report), _diff_lists(report)))
+    else:
+        _print_diff(report, given["verbose"])
+    raise typer.Exit(0 if report.is_equal else 1)
+
+
+def _print_diff(report: DiffReport, verbose: bool) -> None:
+    """The verdict, then what differs, then the table of roles: if something differs or `verbose`."""
+    from ckpt_tools.verify.compare.differences import summarize
+
+    unequal = [tensor for tensor in report.tensors if tensor.kind != "equal"]
+    values = [f"{v.name}: {_side(v.a)} -> {_side(v.b)}" for v in report.values]
+    # `args.tp_size` is an entry of the object `args`
+    counts = ", ".join(
+        f"{n:,} {what}" for n, what in ((len(unequal), "tensors"), (len(values), "entries of objects")) if n
+    )
+    tensors = f"{len(report.tensors):,} tensors"
+    what = (
+        f"the headers of {tensors}" if report.headers else f"{tensors} and {report.values_compared:,} objects"
+    )
+    verdict = "equal" if report.is_equal else f"different: {counts}"
+    render.tell_verdict(f"{verdict} (compared {what} by {report.by})", report.is_equal)
+    unequal.sort(key=lambda tensor: (tensor.kind == "values", -tensor.found.max_abs))
+    count = Counter(tensor.name for tensor in report.tensors)
+    _print_tensors([replace(t, name=f"{t.name} ({t.role})") if count[t.name] > 1 else t for t in unequal])
+    render.tell_first(values, _SHOWN, what="more values")
+    for note in report.notes:
+        render.tell(f"note: {render.escape(note)}")
+    if unequal or verbose:
+        columns = ("tensors", "compared", "equal", "different", "only in A", "only in B", "different elements",
+                   "largest |a-b|", "relative", "ULP")  # fmt: skip
+        rows = [
+            (s.role, s.tensors, s.equal, s.different, s.only_a, s.only_b, s.different_elements,
+             f"{s.max_abs:.6g}", f"{s.max_rel:.6g}", s.max_ulp)
+            for s in summarize(report.tensors)
+        ]  # fmt: skip
+        render.print_table(columns, rows)
+
+
+def _print_tensors(unequal: list[TensorDiff]) -> None:
+    """A line for each tensor that cannot be compared, then the largest differences in columns."""
+    shown = unequal[:_SHOWN]
+    for tensor in shown:
+        if tensor.kind != "values":
+            render.tell(render.escape(_tensor_line(tensor)))
+    rows = [_tensor_row(tensor) for tensor in shown if tensor.kind == "values"]
+    if rows:
+        render.print_table(("tensor", "different", "of", "most at", "A", "B", "NaN"), rows)
+    if len(unequal) > len(shown):
+        render.tell(f"... and {len(unequal) - len(shown):,} more tensors (--json lists all)")
+
+
+def _tensor_row(tensor: TensorDiff) -> list[object]:
+    found = tensor.found
+    at = "-" if found.index is None else f"[{', '.join(map(str, found.index))}]"
+    a, b = ("-", "-") if found.values is None else two_values(*found.values)
+    return [tensor.name, found.different, tensor.elements, at, a, b, found.nan_mismatches]
+
+
+def two_values(a: Any, b: Any) -> tuple[str, str]:
+    """Two values that differ with six digits, or with as many as show that they do."""
+    for digits in (6, 9, 17):
+        if not isinstance(a, float) or not isinstance(b, float):
+            break
+        texts = f"{a:.{digits}g}", f"{b:.{digits}g}"
+        if texts[0] != texts[1]:
+            return texts
+    return repr(a), repr(b)
+
+
+def _side(value: str | None) -> str:
+    return "(absent)" if value is None else value
+
+
+def _tensor_line(tensor: TensorDiff) -> str:
+    found = tensor.found
+    if tensor.kind.startswith("only"):
+        dtype, shape = tensor.a or tensor.b or ("", ())
+        return f"{tensor.name}: {tensor.kind} ({dtype} {list(shape)})"
+    forms = [form for form in (tensor.a, tensor.b) if form is not None]
+    ends = " -> ".join(f"{dtype} {list(shape)}" for dtype, shape in forms)
+    return f"{tensor.name}: {ends}" + (f", {found.different:,} values differ" if tensor.elements else "")
+
+
+def _diff_head(report: DiffReport) -> dict[str, Any]:
+    from ckpt_tools.verify.compare.differences import summarize
+
+    return {
+        "schema_version": findings.SCHEMA_VERSION,
+        "a": report.a,
+        "b": report.b,
+        "by": report.by,
+        "equal": report.is_equal,
+        "headers": report.headers,
+        "tolerance": plain(report.tolerance),
+        "notes": plain(report.notes),
+        "objects_compared": report.values_compared,
+        "summary": [plain(summary) for summary in summarize(report.tensors)],
+    }
+
+
+def _diff_lists(report: DiffReport) -> dict[str, Any]:
+    def form(side: tuple[str, tuple[int, ...]] | None) -> dict[str, Any] | None:
+        return None if side is None else {"dtype": side[0], "shape": side[1]}
+
+    tensors = (
+        {
+            "key": t.name,
+            "role": t.role,
+            "kind": t.kind,
+            "a": form(t.a),
+            "b": form(t.b),
+            "elements": t.elements,
+            **plain(t.found),
+            "values": None if t.found.values is None else [repr(value) for value in t.found.values],
+        }
+        for t in report.tensors
+    )
+    return {"tensors": tensors, "values": (plain(v, {"name": "key"}) for v in report.values)}
+
+
+_OPTIONS = READING | {"dialect", "as_json", "workers", "threads"}
+
+
 COMMANDS = {
     "verify": with_options(verify, _REPORTED | {"workers", "threads"}, _VERIFY),
     "preflight": with_options(preflight, _REPORTED, _PREFLIGHT),
+    "diff": with_options(diff, _OPTIONS, _DIFF),
+    "compare-two-checkpoint": with_options(diff, _OPTIONS, _DIFF),
 }
+COMMANDS["compare-two-checkpoint"].__doc__ = "Compare two checkpoints: the old name of diff."

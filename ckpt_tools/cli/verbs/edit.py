@@ -11,7 +11,7 @@ import typer
 from ckpt_tools.cli import options as v
 from ckpt_tools.cli import render
 from ckpt_tools.cli.options import flag, option
-from ckpt_tools.cli.reports import masters_text, print_edited, print_lines, print_report, shared
+from ckpt_tools.cli.reports import masters_text, print_edited, print_lines, row, shared
 from ckpt_tools.cli.table import (
     FRESH,
     FRESH_OPTIMIZER,
@@ -29,7 +29,7 @@ from ckpt_tools.human import counted, human_bytes
 
 if TYPE_CHECKING:
     from ckpt_tools.commands.edit.average import Averaged
-    from ckpt_tools.commands.edit.copy import Copied, CopyReport
+    from ckpt_tools.commands.edit.copy import Copied
     from ckpt_tools.commands.edit.repair import Repaired
     from ckpt_tools.commands.job.report import ConversionReport
 
@@ -88,7 +88,7 @@ def modify_state_dict(input_dir: Checkpoint, output_dir: OutputDir, **given: Any
         fill(EditOptions, given),
         lambda options, progress: modify(input_dir, output_dir, given["op"], options, progress),
         _edited_json,
-        lambda done: _print_changed(done, given["verbose"]),
+        _print_changed,
     )
 
 
@@ -105,15 +105,13 @@ def slice_layers(input_dir: Checkpoint, output_dir: OutputDir, **given: Any) -> 
         fill(EditOptions, given),
         lambda options, progress: cut(input_dir, output_dir, layers, block, options, progress),
         _edited_json,
-        lambda done: _print_changed(done, given["verbose"]),
+        _print_changed,
     )
 
 
 def _edited_json(done: ConversionReport) -> dict[str, object]:
-    return {
-        "schema_version": 1, "source": done.source, **done.edit_json(), **done.links(),
-        "removed": done.edits.removed, "renamed": done.edits.renamed,
-    }  # fmt: skip
+    edits = {"removed": done.edits.removed, "renamed": done.edits.renamed}
+    return {"schema_version": 1, "source": done.source, **done.edit_json(), **done.links(), **edits}
 
 
 def _print_changed(done: ConversionReport, verbose: bool) -> None:
@@ -154,7 +152,7 @@ def strip(
             input_dir, output_dir, given["dtype"], options, progress, fresh, given["check_masters"]
         ),
         lambda done: _stripped_json(done, given["dtype"]),
-        lambda done: _print_stripped(done, given["dtype"], given["verbose"]),
+        lambda done, verbose: _print_stripped(done, given["dtype"], verbose),
     )
 
 
@@ -176,12 +174,14 @@ def _stripped_json(done: ConversionReport, dtype: str | None) -> dict[str, objec
 def _print_stripped(done: ConversionReport, dtype: str | None, verbose: bool) -> None:
     edits, lines = done.edits, list[str]()
     if edits.removed or not done.notes:
-        lines.append(f"{'left out':<9} {len(edits.removed):,} keys of optimizer, scheduler and random states")
+        lines.append(
+            row("left out", f"{len(edits.removed):,} keys of optimizer, scheduler and random states")
+        )
     if edits.cast:
         rounded = (
             "" if done.written is None else f", which rounded {done.written.rounded_elements:,} elements"
         )
-        lines.append(f"{'cast':<9} {len(edits.cast):,} tensors to {dtype}{rounded}")
+        lines.append(row("cast", f"{len(edits.cast):,} tensors to {dtype}{rounded}"))
     print_edited(done, lines, _few([f"left out {key}" for key in edits.removed]), verbose)
 
 
@@ -212,7 +212,7 @@ def average(
         fill(AverageOptions, given),
         lambda options, progress: average_checkpoints(input_dirs, output_dir, options, progress),
         _averaged_json,
-        lambda done: _print_averaged(done, given["verbose"]),
+        _print_averaged,
     )
 
 
@@ -231,15 +231,15 @@ def _averaged_json(done: Averaged) -> dict[str, object]:
 
 
 def _print_averaged(done: Averaged, verbose: bool) -> None:
-    lines = [f"{'mean':<9} {len(done.averaged):,} tensors of {len(done.sources)} checkpoints"]
+    lines = [row("mean", f"{len(done.averaged):,} tensors of {len(done.sources)} checkpoints")]
     if done.rounded:
         lines[0] += f"; {len(done.rounded):,} weights are the mean of their masters, rounded"
     shares = ", ".join(f"{share:.6g}" for share in done.weights)
     if done.given is not None and abs(fsum(done.given) - 1) > _ROUNDED:
         shares += f" (--weights divided by their sum, {fsum(done.given):.6g})"
     lines += [
-        f"{'shares':<9} {shares}",
-        f"{'masters':<9} of the last source: {masters_text(done.report.masters)}",
+        row("shares", shares),
+        row("masters", f"of the last source: {masters_text(done.report.masters)}"),
     ]
     details = [f"{share:.6g} of {source}" for share, source in zip(done.weights, done.sources, strict=True)]
     details += _few([f"not averaged, taken from the last: {key}" for key in done.kept])
@@ -266,7 +266,7 @@ def repair(
         fill(EditOptions, given),
         lambda options, progress: repair_checkpoint(input_dir, output_dir, options, progress),
         _repaired_json,
-        lambda done: _print_repaired(done, given["verbose"]),
+        _print_repaired,
     )
     raise typer.Exit(0 if done.changes else 1)
 
@@ -300,8 +300,8 @@ def _print_repaired(done: Repaired, verbose: bool) -> None:
     for change in done.changes:
         issue = f" ({change.issue})" if change.issue else ""
         lines += [
-            f"{'corrected':<9} {change.cause}{issue}: {len(change.keys):,} entries",
-            f"{'proof':<9} {change.proof}",
+            row("corrected", f"{change.cause}{issue}: {len(change.keys):,} entries"),
+            row("proof", change.proof),
         ]
     details = [line for change in done.changes for line in _few([f"corrected {key}" for key in change.keys])]
     print_edited(done.report, lines, details, verbose)
@@ -324,19 +324,18 @@ def copy(
     )
     with progress_bar(given["quiet"]) as progress:
         done = copy_checkpoint(input_dir, output_dir, options, progress)
-    print(render.json_text(done.as_json())) if given["as_json"] else _print_copies(done, given["verbose"])
+    if given["as_json"]:
+        print(render.json_text(done.as_json()))
+    else:
+        for copied in done.copied:
+            _print_copied(copied, given["verbose"])
+        if done.already_there:
+            render.tell(f"already there: {', '.join(map(str, done.already_there))}")
     for iteration in done.not_finished:
         say_unfinished(iteration)
     for number, error in done.failed:
         render.complain(f"error: {iteration_name(number)} was not copied: {error}")
     raise typer.Exit(max((error.exit_code for _, error in done.failed), default=0))
-
-
-def _print_copies(done: CopyReport, verbose: bool) -> None:
-    for copied in done.copied:
-        _print_copied(copied, verbose)
-    if done.already_there:
-        render.tell(f"already there: {', '.join(map(str, done.already_there))}")
 
 
 def _print_copied(copied: Copied, verbose: bool) -> None:
@@ -366,7 +365,7 @@ def _print_copied(copied: Copied, verbose: bool) -> None:
         more = f", and {len(copied.left_out) - 5:,} more" if len(copied.left_out) > 5 else ""
         lines.append(f"not copied, in inner folders or not a file: {listed}{more}")
     verdict = f"{verb} {copied.source} -> {copied.output}: {size}"
-    print_lines(verdict, [f"  {line}" for line in lines], [], [], verbose)
+    print_lines(verdict, lines, [], [], verbose)
 
 
 def merge_adapter(
@@ -382,9 +381,8 @@ def merge_adapter(
     masters if there are any. The output has weights only. DoRA and other variants are refused. For a PEFT folder use
     `import-hf --adapter`.
     """
-    from ckpt_tools.commands.adapters.merge_adapter import MergeOptions
-    from ckpt_tools.commands.adapters.merge_adapter import merge_adapter as merge
-    from ckpt_tools.commands.job.report import ConversionReport
+    from ckpt_tools.commands.edit.merge_adapter import MergeOptions
+    from ckpt_tools.commands.edit.merge_adapter import merge_adapter as merge
     from ckpt_tools.errors import UsageError
 
     if len(input_dirs) > 2:
@@ -398,8 +396,6 @@ def merge_adapter(
         given,
         fill(MergeOptions, given, adapter=adapter),
         lambda options, progress: merge(base, adapter, output_dir, options, progress, given["dry_run"]),
-        ConversionReport.as_json,
-        lambda report: print_report(report, given["verbose"]),
     )
 
 

@@ -2,8 +2,7 @@
 
 * `verify`: `verify`
 * `verify_checks`: its checks: metadata by format, masters against weights
-* `diff`: `diff`
-* `sides`: two checkpoints under one naming, for `diff` and `stats`
+* `diff`: `diff`, and two checkpoints under one naming, for `stats` too
 * `preflight`: `preflight`
 * `launch`: the launch command that it prints
 """

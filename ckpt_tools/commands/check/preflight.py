@@ -24,22 +24,8 @@ from ckpt_tools.megatron.format import FORMATS
 from ckpt_tools.megatron.keys import fsdp_state, is_optimizer_key
 from ckpt_tools.megatron.run_state.record import read_record, stored_tp
 from ckpt_tools.verify.checkpoint.structure import check_files
+from ckpt_tools.verify.readiness import job as jobs
 from ckpt_tools.verify.readiness.facts import Facts, Rule, checked_settings, stored_style
-from ckpt_tools.verify.readiness.job import (
-    BRIDGE,
-    MAIN,
-    PROGRAMS,
-    Job,
-    command_words,
-    flags_of,
-    is_bridge_command,
-    launcher_problem,
-    merge,
-    parse_command,
-    parse_yaml,
-    versions_with,
-    with_checkpoint_args,
-)
 from ckpt_tools.verify.readiness.rules import RULES
 from ckpt_tools.verify.report import ERROR, WARNING, Check, Finding, Report, Severity
 
@@ -93,41 +79,47 @@ def preflight(
         Otherwise the errors of opening a checkpoint.
     """
     checkpoint = path_text(checkpoint)
-    if target is not None and target not in PROGRAMS:
+    if target is not None and target not in jobs.PROGRAMS:
         raise UsageError(
-            f"{target!r} is not a program that loads checkpoints; known are {', '.join(PROGRAMS)}"
+            f"{target!r} is not a program that loads checkpoints; known are {', '.join(jobs.PROGRAMS)}"
         )
-    words = command_words(words)
+    words = jobs.command_words(words)
     with open_checkpoint(checkpoint, iteration, trust_pickle, of_run=True) as opened:
         about, packed_for = _about(opened)
-        place = _place(opened)
+        place, is_fsdp = _place(opened), about.kind == "fsdp_dtensor"
         program = target or _program(about, words, yaml_file)
         job = _described(words, yaml_file, program)
         start = None
         if job is not None:
-            is_whole = job.script is not None and launcher_problem(job, words) is None
+            is_whole = job.script is not None and jobs.launcher_problem(job, words) is None
             start = Launch((_ENVIRONMENT,), tuple(words)) if is_whole else None
-        elif about.kind == "fsdp_dtensor":
+        elif is_fsdp:
             start = _launch(about, program, packed_for, place)
-            job = parse_command(start.filled_in, program)
+            job = jobs.parse_command(start.filled_in, program)
         facts, checks = _checks(about, job, program)
-        if about.kind == "fsdp_dtensor" or (about.kind == "torch_dist" and job is None):
+        if is_fsdp or (about.kind == "torch_dist" and job is None):
             checks.append(_place_check(place, job))
-        if about.kind == "fsdp_dtensor" and (words or yaml_file):
+        if is_fsdp and (words or yaml_file):
             assert job is not None
             checks += [_launcher_check(job, words), _steps_check(place, job)]
-        stored = _stored_checks(opened)
-        with_path = (_with_path(check, checkpoint) for check in (*checks, *stored))
-        report = Report(opened.location.path, opened.location.kind, tuple(with_path))
+        stored: tuple[Check, ...] = ()
         starts: tuple[Start, ...] = ()
-        if about.kind == "fsdp_dtensor":
+        if is_fsdp:
+            # Checks of `verify`: whether a strict load finds every key that it asks for, and its bytes.
+            stored = (check_files(opened.files, opened.catalog), *fsdp_entries_and_keys(opened))
             broken = tuple(check.name for check in stored if check.errors)
-            starts = tuple(_start(about, other, packed_for, place, broken) for other in PROGRAMS)
+            starts = tuple(_start(about, other, packed_for, place, broken) for other in jobs.PROGRAMS)
+        path = shlex.quote(checkpoint)  # in commands, which can be run as they stand but for what they write
+        with_path = (
+            replace(c, findings=tuple(f._replace(fix=_PLACE.sub(lambda _: path, f.fix)) for f in c.findings))
+            for c in (*checks, *stored)
+        )
+        report = Report(opened.location.path, opened.location.kind, tuple(with_path))
         as_is = None
         if (
             about.kind == "torch_dist"
             and job is None
-            and program != BRIDGE
+            and program != jobs.BRIDGE
             and not about.by_bridge
             and about.args
             and not any(check.errors for check in checks if check.name in ("place", "unsaid"))
@@ -139,12 +131,12 @@ def preflight(
 def _launch(about: Facts, program: str, packed_for: int | None, place: _Place) -> Launch:
     sizes = {"tensor_model_parallel_size": packed_for or 1}
     step = None if place.tracked in (None, place.name) else place.iteration
-    return launch(replace(about, job=Job(sizes, program=program)), place.root or place.path, step)
+    return launch(replace(about, job=jobs.Job(sizes, program=program)), place.root or place.path, step)
 
 
-def _checks(about: Facts, job: Job | None, program: str) -> tuple[Facts, list[Check]]:
+def _checks(about: Facts, job: jobs.Job | None, program: str) -> tuple[Facts, list[Check]]:
     """The facts with the job, and the verdicts of the rules on both."""
-    facts = replace(about, job=with_checkpoint_args(job or Job(program=program), about.args))
+    facts = replace(about, job=jobs.with_checkpoint_args(job or jobs.Job(program=program), about.args))
     facts, settings = checked_settings(facts)
     if facts.kind != "fsdp_dtensor":  # no setting makes it load
         (rule,) = (rule for rule in RULES if rule.name == "checkpoint-format")
@@ -159,7 +151,7 @@ def _start(
     about: Facts, program: str, packed_for: int | None, place: _Place, broken: tuple[str, ...]
 ) -> Start:
     """What comes of the command that would be printed for `program`."""
-    job = parse_command(_launch(about, program, packed_for, place).filled_in, program)
+    job = jobs.parse_command(_launch(about, program, packed_for, place).filled_in, program)
     facts, checks = _checks(about, job, program)
     checks.append(_place_check(place, job))
     broken += tuple(check.name for check in checks if check.errors)
@@ -178,35 +170,28 @@ def run_rule(rule: Rule, facts: Facts) -> Check:
     return Check(rule.name, "rules", 1, findings, source=rule.where)
 
 
-def _with_path(check: Check, checkpoint: str) -> Check:
-    """The check with commands that can be run as they stand, but for the name of what they write."""
-    path = shlex.quote(checkpoint)
-    findings = (f._replace(fix=_PLACE.sub(lambda _: path, f.fix)) for f in check.findings)
-    return replace(check, findings=tuple(findings))
-
-
-def _described(words: Sequence[str], yaml_file: Path | None, program: str) -> Job | None:
+def _described(words: Sequence[str], yaml_file: Path | None, program: str) -> jobs.Job | None:
     """The job that the user describes, None when there is no description."""
     job = None
     if yaml_file is not None:
         try:
-            job = parse_yaml(read_named_file(yaml_file), str(yaml_file), program)
+            job = jobs.parse_yaml(read_named_file(yaml_file), str(yaml_file), program)
         except (OSError, DocumentError) as error:
             raise UsageError(f"{yaml_file}: {error}") from None
     if words:
-        command = parse_command(words, program if job is None else job.program)
-        job = command if job is None else merge(job, command)
+        command = jobs.parse_command(words, program if job is None else job.program)
+        job = command if job is None else jobs.merge(job, command)
     return job
 
 
 def _program(about: Facts, words: Sequence[str], yaml_file: Path | None) -> str:
     """Which program runs the job: its command says it, else the conversion, else the checkpoint's writer."""
-    if is_bridge_command(words):
-        return BRIDGE
-    written_for = about.target if about.target in PROGRAMS else None
-    if written_for is not None and (written_for != BRIDGE or not (words or yaml_file)):
+    if jobs.is_bridge_command(words):
+        return jobs.BRIDGE
+    written_for = about.target if about.target in jobs.PROGRAMS else None
+    if written_for is not None and (written_for != jobs.BRIDGE or not (words or yaml_file)):
         return written_for
-    return BRIDGE if about.by_bridge and not (words or yaml_file) else MAIN
+    return jobs.BRIDGE if about.by_bridge and not (words or yaml_file) else jobs.MAIN
 
 
 def _about(opened: Opened) -> tuple[Facts, int | None]:
@@ -240,21 +225,15 @@ def _about(opened: Opened) -> tuple[Facts, int | None]:
         rng_ranks=frozenset(ranks),
         tp_of_packed=tp,
         packed=_packed(shapes) if is_fsdp else (),
-        schedule=_schedule(opened) if is_fsdp else {},
+        schedule={
+            key.removeprefix(_SCHEDULER): load_object(opened.files, entry.item, opened.trust_pickle)
+            for key, entry in catalog.objects.items()
+            if is_fsdp and key.startswith(_SCHEDULER)
+        },
         **job,
     )
     size = tp or facts.args.get("tensor_model_parallel_size")
     return facts, size if isinstance(size, int) and size > 0 else None
-
-
-def _schedule(opened: Opened) -> dict[str, Any]:
-    """The stored state of the learning-rate schedule."""
-    stored = opened.catalog.objects
-    return {
-        key.removeprefix(_SCHEDULER): load_object(opened.files, stored[key].item, opened.trust_pickle)
-        for key in stored
-        if key.startswith(_SCHEDULER)
-    }
 
 
 def _packed(names: Iterable[str]) -> tuple[str, ...]:
@@ -265,7 +244,7 @@ def _packed(names: Iterable[str]) -> tuple[str, ...]:
     )
 
 
-def _flags_check(job: Job) -> Check:
+def _flags_check(job: jobs.Job) -> Check:
     """Whether the program's own parser takes the command line."""
     source = f"training/arguments.py parse_args ({job.program})"
     if job.is_bridge:
@@ -286,9 +265,9 @@ def _flags_check(job: Job) -> Check:
 def _meant(word: str) -> str:
     """What to write in the place of a word that no flag takes."""
     option = word.partition("=")[0]
-    if others := versions_with(option):
+    if others := jobs.versions_with(option):
         return f"drop it, or run one of {', '.join(others)} (--target)"
-    known = [spelled for flag in flags_of(MAIN) for spelled in flag.options]
+    known = [spelled for flag in jobs.flags_of(jobs.MAIN) for spelled in flag.options]
     close = close_names(option, known) if option[:2] == "--" else []
     return f"did you mean {', '.join(close)}?" if close else "drop it"
 
@@ -320,7 +299,7 @@ def _place(opened: Opened) -> _Place:
         return replace(place, damaged=str(error))
 
 
-def _place_check(place: _Place, job: Job | None) -> Check:
+def _place_check(place: _Place, job: jobs.Job | None) -> Check:
     """Whether a job finds the checkpoint by `--load`: by its tracker, or by `--ckpt-step`."""
     why = "the job would start from random weights"
     latest = "release" if place.name == "release" else str(place.iteration or 0)
@@ -353,9 +332,9 @@ def _place_check(place: _Place, job: Job | None) -> Check:
     return Check("place", "places", 1, findings, source="training/checkpointing.py _load_base_checkpoint")
 
 
-def _launcher_check(job: Job, words: Sequence[str]) -> Check:
+def _launcher_check(job: jobs.Job, words: Sequence[str]) -> Check:
     """Whether something starts the script, on a number of GPUs."""
-    problem = launcher_problem(job, words)
+    problem = jobs.launcher_problem(job, words)
     is_bare = problem is not None and problem[0].startswith("nothing")
     why = "the number of GPUs is unknown, so batch and schedule are compared only in part"
     findings = () if problem is None else (
@@ -364,7 +343,7 @@ def _launcher_check(job: Job, words: Sequence[str]) -> Check:
     return Check("launcher", "commands", 1, findings, source="torch/distributed/run.py")
 
 
-def _steps_check(place: _Place, job: Job) -> Check:
+def _steps_check(place: _Place, job: jobs.Job) -> Check:
     """Whether there is a step left to train."""
     last, step = job.get("train_iters"), place.iteration
     is_done = type(last) is int and bool(step) and last <= (step or 0) and not job.has("finetune")
@@ -385,10 +364,3 @@ def _unsaid_check(facts: Facts) -> Check:
     return Check(
         "unsaid", "settings", len(facts.args), tuple(findings), source=f"training/arguments.py ({name})"
     )
-
-
-def _stored_checks(opened: Opened) -> list[Check]:
-    """The checks of `verify` that decide whether a strict load finds every key it asks for, and its bytes."""
-    if opened.location.kind != "fsdp_dtensor":
-        return []
-    return [check_files(opened.files, opened.catalog), *fsdp_entries_and_keys(opened)]

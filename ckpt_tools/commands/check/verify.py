@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,24 +23,10 @@ from ckpt_tools.formats.safetensors import read_safetensors_catalog
 from ckpt_tools.formats.storage.files import AnyPath, Files, LocalFiles, path_text
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.model.catalog import Catalog, Item
-from ckpt_tools.verify.report import Check, Findings, Meter, Report, failed_check
+from ckpt_tools.verify.report import Check, Findings, Meter, Report, VerifyOptions, failed_check
 
 if TYPE_CHECKING:  # numpy, for who only looks at metadata
     from ckpt_tools.verify.content.content import Scanned
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyOptions:
-    """How much to look at."""
-
-    content: bool = False  # read every byte
-    manifest: Path | None = None  # compared with
-    allow_nonfinite: bool = False
-    trust_pickle: bool = False
-    threads: int = 2
-    workers: int | None = None  # processes forked on this machine; None: as many as help
-    write_manifest: Path | None = None  # made, when the checkpoint is valid
-    every_iteration: bool = False  # of its run is verified: newer ones are not pointed at
 
 
 def verify_checkpoint(
@@ -67,13 +53,11 @@ def verify_checkpoint(
         if not open_files(path).exists(TRACKER):
             raise
         return Report(path, "unknown", (failed_check("place", path, error),), content_read=False)
-    files, meter = open_files(location.path), Meter(progress)
-    try:
+    meter = Meter(progress)
+    with closing(open_files(location.path)) as files:
         checks = (*_checks(location, files, options, manifest, meter), *_copy_check(location, options, meter))
         is_read = options.content or options.manifest is not None
         return Report(location.path, location.kind, checks, is_read)
-    finally:
-        files.close()
 
 
 def _copy_check(location: Location, options: VerifyOptions, meter: Meter) -> Iterable[Check]:
@@ -143,16 +127,16 @@ def _checks(
     with _scanning(files, catalog, options, meter, pairs) as content:
         # Imported while workers read, which do without.
         from ckpt_tools.commands.check.verify_checks import check_metadata, masters_check
+        from ckpt_tools.commands.job.opened import NO_STATE, Opened
 
-        trust, threads, workers = options.trust_pickle, options.threads, options.workers
-        newer = not options.every_iteration
-        checks = check_metadata(location, files, catalog, trust, options.content, digests, newer, meter)
+        opened = Opened(location, files, catalog, NO_STATE, options.trust_pickle)
+        checks = check_metadata(opened, options, digests, meter)
         # The model of any other layout may take reading whole buckets, which workers share.
-        compare = masters_check(location, files, catalog, trust, threads, workers, 1) if pairs else None
+        compare = masters_check(opened, options, 1) if pairs else None
         scanned = content()
     if scanned:
         if compare is None:
-            compare = masters_check(location, files, catalog, trust, threads, workers, workers)
+            compare = masters_check(opened, options, options.workers)
         checks += (*scanned.checks, *compare(scanned.rounded))
     if digests:
         checks.append(_manifest(files, catalog, options, manifest, meter, not any(c.errors for c in checks)))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import closing
+from collections.abc import Callable, Mapping, Set
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from ckpt_tools.commands.huggingface.folder import documents_of
-from ckpt_tools.commands.huggingface.tensors import without_frequencies
+from ckpt_tools.commands.huggingface.folder import documents_of, without_frequencies
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.read_model import Wanted, master_targets, read_model
 from ckpt_tools.commands.look.ls import COMPLETE, iteration_row
@@ -23,20 +22,18 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.execute.proof.masters import compare_all_masters
 from ckpt_tools.formats.locate.detect import RECORD_FILE, Location
-from ckpt_tools.formats.storage.files import Files, path_in
+from ckpt_tools.formats.storage.files import path_in
 from ckpt_tools.formats.storage.open_files import files_below, open_files
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
 from ckpt_tools.megatron.format import FORMATS
-from ckpt_tools.megatron.run_state.common_state import CommonState, read_common_state
+from ckpt_tools.megatron.run_state.common_state import read_common_state
 from ckpt_tools.megatron.run_state.record import read_record
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import coalesced_buffers
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import optimizer_layout
 from ckpt_tools.megatron.torch_dist.read import stored_groups
 from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.choices import CheckpointKind
-from ckpt_tools.model.model import Model
-from ckpt_tools.model.target import TargetTensor
-from ckpt_tools.verify.checkpoint import meaning
+from ckpt_tools.verify.checkpoint import meaning, structure
 from ckpt_tools.verify.checkpoint.counters import check_counters
 from ckpt_tools.verify.checkpoint.hf_folder import check_hf_folder
 from ckpt_tools.verify.checkpoint.meaning import check_plain_groups, check_plain_states
@@ -47,43 +44,32 @@ from ckpt_tools.verify.checkpoint.place import (
     check_torch_dist_entries,
     earlier_iteration,
 )
-from ckpt_tools.verify.checkpoint.structure import (
-    all_items,
-    check_files,
-    check_frames,
-    check_planner,
-    check_plans,
-    check_shards,
-    check_tiling,
-)
 from ckpt_tools.verify.content.manifest import INTEGRITY, check_integrity
 from ckpt_tools.verify.readiness.model_rules import check_settings
-from ckpt_tools.verify.report import ERROR, Check, Findings, Meter, failed_check
+from ckpt_tools.verify.report import ERROR, Check, Findings, Meter, VerifyOptions, failed_check
 
 
-def check_metadata(
-    location: Location,
-    files: Files,
-    catalog: Catalog,
-    trust_pickle: bool,
-    content: bool,
-    digests: bool,
-    names_newer: bool,
-    meter: Meter,
-) -> list[Check]:
-    """Every check that looks at no values. The sums of `integrity.json` alone are taken with `content`.
+def check_metadata(opened: Opened, options: VerifyOptions, digests: bool, meter: Meter) -> list[Check]:
+    """Every check that looks at no values, of a checkpoint of which the common state is not read yet.
 
-    `meter` gets how many bytes all checks will read: with `digests`, a manifest's too.
-    `names_newer` is whether newer iterations of the run are pointed at.
+    The sums of `integrity.json` alone are taken with `options.content`. `meter` gets how many bytes all checks will
+    read: with `digests`, a manifest's too.
     """
+    location, files, catalog, trust_pickle = (
+        opened.location,
+        opened.files,
+        opened.catalog,
+        opened.trust_pickle,
+    )
+    content = options.content
     has_integrity = files.exists(INTEGRITY)
     passes = content * (1 + has_integrity) + 2 * digests  # of files and tensors
-    meter.total = passes * sum(item.length for _, item in all_items(catalog))
+    meter.total = passes * sum(item.length for _, item in structure.all_items(catalog))
     checks = []
-    common, of_format = CommonState({}, None), _OF_FORMAT[location.kind]
+    of_format = _OF_FORMAT[location.kind]
     if of_format.has_pickles:
         try:
-            common = read_common_state(files, catalog, trust_pickle)
+            opened = replace(opened, common=read_common_state(files, catalog, trust_pickle))
         except (CorruptCheckpointError, UnsupportedCheckpointError) as error:
             checks.append(failed_check("common state", location.path, error))
     if of_format.reads_record:
@@ -91,27 +77,23 @@ def check_metadata(
             read_record(files)
         except CorruptCheckpointError as error:
             checks.append(failed_check("record", RECORD_FILE, error))
-    checks.append(_place(location, common, names_newer, trust_pickle))
-    checks += [check_tiling(catalog), check_planner(catalog), check_shards(catalog)]
+    judge = partial(_wrong_with, location.root or "", trust_pickle)
+    with nullcontext() if location.root is None else closing(open_files(location.root)) as root:
+        checks.append(check_place(location, root, opened.common, not options.every_iteration, judge))
+    checks += [
+        structure.check_tiling(catalog),
+        structure.check_planner(catalog),
+        structure.check_shards(catalog),
+    ]
     if of_format.has_pickles:
-        checks.append(check_plans(files, trust_pickle))
-    checks.append(_with_way_out(location, check_files(files, catalog)))
-    checks.append(check_frames(files, catalog, trust_pickle))
+        checks.append(structure.check_plans(files, trust_pickle))
+    checks.append(_with_way_out(location, structure.check_files(files, catalog)))
+    checks.append(structure.check_frames(files, catalog, trust_pickle))
     if location.has_metadata_json:
         checks.append(check_metadata_json(files))
     if has_integrity:
         checks.append(check_integrity(files, content, meter))
-    return checks + of_format.checks(Opened(location, files, catalog, common, trust_pickle))
-
-
-def _place(location: Location, common: CommonState, names_newer: bool, trust_pickle: bool) -> Check:
-    root = open_files(location.root) if location.root is not None else None
-    try:
-        judge = partial(_wrong_with, location.root or "", trust_pickle)
-        return check_place(location, root, common, names_newer, judge)
-    finally:
-        if root is not None:
-            root.close()
+    return checks + of_format.checks(opened)
 
 
 def _wrong_with(root: str, trust_pickle: bool, name: str) -> str:
@@ -218,9 +200,7 @@ class _OfFormat(NamedTuple):
     checks: Callable[[Opened], list[Check]]
     has_pickles: bool = True  # a common state, save plans
     reads_record: bool = True  # on its own: of fsdp_dtensor the packing is checked with it
-    masters: Callable[[Catalog, int | None], Wanted | None] = lambda _catalog, _workers: (
-        None
-    )  # how to read them
+    masters: Callable[[Catalog, int | None], Wanted | None] = lambda _, __: None  # how to read them
 
 
 _OF_FORMAT: Mapping[CheckpointKind, _OfFormat] = {
@@ -247,59 +227,42 @@ _OF_FORMAT: Mapping[CheckpointKind, _OfFormat] = {
 
 
 def masters_check(
-    location: Location,
-    files: Files,
-    catalog: Catalog,
-    trust_pickle: bool,
-    threads: int,
-    workers: int | None,
-    model_workers: int | None,
+    opened: Opened, options: VerifyOptions, workers: int | None
 ) -> Callable[[Set[tuple[Item, Item]]], list[Check]]:
-    """Read the model, and return what checks that every fp32 master rounds to its stored weight.
+    """Read the model with `workers`, and return what checks that every fp32 master rounds to its stored weight.
 
     That is given what the scan has found (`Scanned.rounded`), and gives nothing where there cannot be any masters.
     """
-    wanted = _OF_FORMAT[location.kind].masters(catalog, model_workers)
+    files, catalog = opened.files, opened.catalog
+    wanted = _OF_FORMAT[opened.location.kind].masters(catalog, workers)
     if wanted is None:
         return lambda _: []
+    found = Findings("masters", "elements")
     try:
-        common = read_common_state(files, catalog, trust_pickle)
-        model = read_model(Opened(location, files, catalog, common, trust_pickle), wanted)
+        common = read_common_state(files, catalog, opened.trust_pickle)
+        model = read_model(replace(opened, common=common), wanted)
         targets = master_targets(model)
     except NEVER_FINDINGS:
         raise
     except CkptError as error:
-        failed = _masters_failed(error)
-        return lambda _: [failed]
-    return lambda rounded: [_compared(files, model, targets, threads, workers, rounded)]
+        found.error("optimizer", str(error))
+        return lambda _: [found.done()]
 
+    def compare(rounded: Set[tuple[Item, Item]]) -> list[Check]:
+        threads, recipe = options.threads, model.settings.fp8_recipe
+        try:
+            report, problems = compare_all_masters(
+                files, model.catalog, targets, threads, options.workers, recipe, rounded
+            )
+        except NEVER_FINDINGS:
+            raise
+        except CkptError as error:
+            found.error("optimizer", str(error))
+            return [found.done()]
+        found.looked_at = report.elements
+        for problem in problems:
+            element, _, values = problem.partition(": ")
+            found.error(element, f"{values}: the master does not round to the weight")
+        return [found.done()]
 
-def _masters_failed(error: CkptError) -> Check:
-    found = Findings("masters", "elements")
-    found.error("optimizer", str(error))
-    return found.done()
-
-
-def _compared(
-    files: Files,
-    model: Model,
-    targets: Sequence[TargetTensor],
-    threads: int,
-    workers: int | None,
-    rounded: Set[tuple[Item, Item]],
-) -> Check:
-    recipe = model.settings.fp8_recipe
-    try:
-        report, problems = compare_all_masters(
-            files, model.catalog, targets, threads, workers, recipe, rounded
-        )
-    except NEVER_FINDINGS:
-        raise
-    except CkptError as error:
-        return _masters_failed(error)
-    found = Findings("masters", "elements")
-    found.looked_at = report.elements
-    for problem in problems:
-        element, _, values = problem.partition(": ")
-        found.error(element, f"{values}: the master does not round to the weight")
-    return found.done()
+    return compare

@@ -7,7 +7,7 @@ the same kind are drawn as one.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -23,6 +23,7 @@ WIDTH, LEFT, RIGHT, TOP = 1200, 56, 12, 96
 BODY = 1024  # pixels for all rows when they are many
 TALLEST_ROW = 26.0
 MOST_PIECES = 6000  # drawn one by one, each with its name as a tooltip
+_LISTED = 64  # ranks in the table at most, besides the last
 CHAR = 6.4  # mean width of a character of the labels
 
 # Kinds of tensors: name, pattern, colour (distinct for the colour-blind, too).
@@ -116,7 +117,8 @@ def _parts(core: Placement, rank: int) -> Iterator[_Part]:
             begin = bucket.packing.offsets[item] + first - start
             held.append(Segment(begin * width, (last - first) * width, members[item].name))
             at = begin + last - first
-        yield _Part(_title([p.name for p in members]), max(stop - start, at) * width, held)
+        experts = " experts" if all(".experts." in p.name for p in members) else ""
+        yield _Part(f"{_unit(members[0].name)}{experts}", max(stop - start, at) * width, held)
     alone: dict[str, list[tuple[int, int, int]]] = {}
     buffered = {i for bucket in core.buckets(rank) for i in bucket.group.members}
     for i, start, stop in core.rows(rank):
@@ -134,13 +136,8 @@ def _parts(core: Placement, rank: int) -> Iterator[_Part]:
         yield _Part(unit, at, held)
 
 
-def _title(names: Sequence[str]) -> str:
-    """What the tensors of a buffer have in common, short: `layers.3`, `layers.3 experts`, `root`."""
-    unit = _unit(names[0])
-    return f"{unit} experts" if all(".experts." in name for name in names) else unit
-
-
 def _unit(name: str) -> str:
+    """`layers.3`, `mtp.layers.0`, or `root`."""
     match = re.search(r"(?:(mtp)\.)?layers\.\d+(?=\.)", name)
     return match[0] if match else "root"
 
@@ -171,7 +168,8 @@ def html(shown: Picture, memory: Mapping[int, Memory] | None = None) -> str:
     """A page with the picture, and a bar and a row of numbers for the ranks; `memory` is theirs in training."""
     memory = memory or {}
     totals = [sum(s.length for s in row) for row in shown.rows]
-    listed = _sampled(len(shown.rows), 64)
+    count = len(shown.rows)
+    listed = sorted({*range(0, count, -(-count // _LISTED)), count - 1})
     columns = [(name, True) for name in ("rank", "tensors", "weights held")]
     rows = [[str(r), str(len({s.tensor for s in shown.rows[r]})), size(totals[r])] for r in listed]
     if memory:
@@ -350,11 +348,6 @@ def _kind(tensor: str) -> str:
 
 def _css(kind: str) -> str:
     return re.sub(r"\W+", "-", kind)
-
-
-def _sampled(count: int, most: int) -> list[int]:
-    step = -(-count // most)
-    return sorted({*range(0, count, step), count - 1})
 
 
 _COLOURS = "".join(f".{_css(kind)}{{fill:{colour}}}" for kind, _, colour in KINDS)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from math import prod
 from typing import Any, NamedTuple
 
 from ckpt_tools.close_names import refuse_unmatched
-from ckpt_tools.commands.convert.relayout import plain_layout
-from ckpt_tools.commands.convert.to_fsdp_dtensor import prepare_output, stays_plain
+from ckpt_tools.commands.convert.to_dtensors import plain_layout, prepare_output, stays_plain
 from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.commands.job.opened import open_checkpoint
-from ckpt_tools.commands.job.placements import Layout, lay_out, place_model, rank_share
-from ckpt_tools.commands.job.target_job import TargetJob
+from ckpt_tools.commands.job.placements import Layout, TargetJob, lay_out, place_model, rank_share
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.locate.detect import Location
 from ckpt_tools.formats.pickle.unpickle import TorchDtype
@@ -82,9 +81,7 @@ class PlanReport:
 
     def items(self) -> Iterator[OutputItem]:
         """The planned items of the tensors that were asked for."""
-        for item in self.plan.items:
-            if self._wanted(item.key):
-                yield item
+        return (item for item in self.plan.items if self._wanted(item.key))
 
     def item_rows(self) -> Iterator[dict[str, object]]:
         """`items` as JSON objects, transfers included."""
@@ -92,23 +89,19 @@ class PlanReport:
 
     def tensors(self) -> Iterator[TensorRow]:
         """The target tensors that were asked for, in target order."""
-        boxes: dict[str, int] = {}
-        moved: dict[str, dict[str, int]] = {}
+        boxes, moved = Counter[str](), defaultdict[str, Counter[str]](Counter)
         for item in self.items():
-            boxes[item.key] = boxes.get(item.key, 0) + 1
-            counts = moved.setdefault(item.key, {})
+            boxes[item.key] += 1
             for transfer in item.transfers:
-                counts[transfer.strategy] = counts.get(transfer.strategy, 0) + transfer.nbytes
+                moved[item.key][transfer.strategy] += transfer.nbytes
         planned = self.target
         if self.rank is not None and self.layout.name != "even":
             planned = rank_share(planned, self.core, self.rank)  # of a large model no others are made
         roles = {t.key: t.role for t in planned.tensors}
         for key, (dtype, shape) in self.plan.tensors.items():
             if key in boxes:
-                size = itemsize(dtype)
-                for n in shape:
-                    size *= n
-                yield TensorRow(key, dtype, shape, roles[key], boxes[key], size, moved[key])
+                nbytes = prod(shape) * itemsize(dtype)
+                yield TensorRow(key, dtype, shape, roles[key], boxes[key], nbytes, moved[key])
 
     @cached_property
     def costs(self) -> list[RankCost]:
@@ -159,11 +152,10 @@ class PlanReport:
             "item_count": len(self.plan.items),
             "imbalance": self.imbalance,
             "padding_bytes": self.padding,
-            "dropped": self.target.dropped,
-            "kept": self.target.kept,
-            "renamed": self.target.renamed,
-            "backfilled": self.target.backfilled,
-            "notes": self.target.notes,
+            **{
+                name: getattr(self.target, name)
+                for name in ("dropped", "kept", "renamed", "backfilled", "notes")
+            },
             "job": self.job.as_json(),
         }
 

@@ -21,9 +21,9 @@ from ckpt_tools.commands.job.conversion import (
 )
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
 from ckpt_tools.commands.job.outputs import object_archives, read_bridge_files
+from ckpt_tools.commands.job.placements import TargetJob
 from ckpt_tools.commands.job.read_model import Wanted, keeps_masters, master_targets, read_model
 from ckpt_tools.commands.job.report import ConversionReport, MastersUse
-from ckpt_tools.commands.job.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.locate.detect import METADATA_JSON, METADATA_JSON_TEXT, RECORD_FILE, Location
 from ckpt_tools.formats.storage.files import AnyPath
@@ -81,7 +81,13 @@ def plan_torch_dist(opened: Opened, options: ToTorchDistOptions, world: int) -> 
     """Everything up to the first byte; `world` processes convert."""
     target = options.target
     if options.extra_state_template is not None:
-        keys = template_keys(options.extra_state_template, options.trust_pickle)
+        with open_checkpoint(options.extra_state_template, trust_pickle=options.trust_pickle) as template:
+            keys = tuple(key for key in template.catalog.objects if fnmatchcase(key, EXTRA_STATE))
+        if not keys:
+            raise MappingError(
+                f"{options.extra_state_template} holds no _extra_state objects, so it cannot serve as --extra-state "
+                "template"
+            )
         target = replace(target, extra_state_template=keys)
     return write_torch_dist(_read_source(opened, options), opened, target, world)
 
@@ -126,23 +132,16 @@ def _refuse_same(location: Location, model: Model, options: ToTorchDistOptions) 
         )
 
 
-def _has_masters_beside_weights(kind: str, model: Model) -> bool:
-    """Whether the source stores masters and the weights that these must round to."""
-    if kind == "dcp":
-        return any(MASTER in p.values and WEIGHT in p.values for p in model.parameters)
-    return kind == "torch_dist" and MASTER in model.roles
-
-
 def write_torch_dist(model: Model, opened: Opened, options: TorchDistOptions, world: int) -> Conversion:
-    """The model as `torch_dist`: a chunk for every layer and expert, written by `world` processes.
-
-    Raises the errors of `build_torch_dist_target` and `build_plan`.
-    """
+    """The model as `torch_dist`: a chunk for every layer and expert, written by `world` processes."""
     built = build_torch_dist_target(model, options)
     carried = carried_objects(model, built.target.objects)
     as_stored = {key: opened.catalog.objects[key].item for key in carried}
     archives = _archives(opened, built.target.objects, as_stored)
-    beside_weights = _has_masters_beside_weights(opened.location.kind, model)
+    # Masters, and the weights that these must round to.
+    beside_weights = not opened.format.masters_in_place and any(
+        MASTER in p.values and WEIGHT in p.values for p in model.parameters
+    )
     otherwise: MastersUse = "as_stored" if keeps_masters(model) else "left_out" if model.unread else "none"
 
     def without_masters(note: str) -> Conversion:
@@ -178,17 +177,6 @@ def _archives(
     """(key, archive) of every object, those of the source as they are stored."""
     made = dict(object_archives(o for o in objects if o.key not in as_stored))
     return [(o.key, made.get(o.key) or read_archive(opened.files, as_stored[o.key])) for o in objects]
-
-
-def template_keys(template: str, trust_pickle: bool = False) -> tuple[str, ...]:
-    """Keys of all extra-state objects of a `torch_dist` checkpoint."""
-    with open_checkpoint(template, trust_pickle=trust_pickle) as opened:
-        keys = tuple(key for key in opened.catalog.objects if fnmatchcase(key, EXTRA_STATE))
-    if not keys:
-        raise MappingError(
-            f"{template} holds no _extra_state objects, so it cannot serve as --extra-state template"
-        )
-    return keys
 
 
 def slice_placement(world: int) -> Placement:

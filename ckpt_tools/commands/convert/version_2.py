@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from ckpt_tools.errors import MappingError, UsageError
 from ckpt_tools.megatron.keys import GROUP_META, MODEL_PREFIX, STATE_PREFIX, STEP, fsdp_state, split_half
 from ckpt_tools.megatron.run_state.common_state import CommonState
-from ckpt_tools.model.target import Target
+from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTensor
 
 if TYPE_CHECKING:  # `diff` asks for names alone, and is not to wait for all that writes
     from ckpt_tools.commands.job.conversion import Prepared
@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # `diff` asks for names alone, and is not to wait for all tha
 VERSION_1, VERSION_2 = "mfsdp-v1", "mfsdp-v2"
 Rename: TypeAlias = Callable[[str], str]
 Path: TypeAlias = tuple[str | int, ...]
+Item = TypeVar("Item", TargetTensor, InlineTensor, TargetObject)
 _WRAPPER = "module."
 _PREFIXES = ("model.", "optimizer.state.", GROUP_META)  # of the three kinds of names, before their wrappers
 _NOTE = "named for Megatron-FSDP v2 (--megatron-fsdp-version 2 of Megatron-LM main)"
@@ -74,15 +75,12 @@ def is_version_2(keys: Iterable[str]) -> bool:
 def renamed(prepared: Prepared, rename: Rename) -> Prepared:
     """The same with other keys for everything."""
     archives, target = prepared.archives, prepared.target
+
+    def named(items: Iterable[Item]) -> tuple[Item, ...]:
+        return tuple(replace(i, key=rename(i.key), path=_path(i.path, rename(i.key))) for i in items)
+
     made = replace(
-        target,
-        tensors=tuple(
-            replace(t, key=rename(t.key), path=_path(t.path, rename(t.key))) for t in target.tensors
-        ),
-        inline=tuple(replace(t, key=rename(t.key), path=_path(t.path, rename(t.key))) for t in target.inline),
-        objects=tuple(
-            replace(o, key=rename(o.key), path=_path(o.path, rename(o.key))) for o in target.objects
-        ),
+        target, tensors=named(target.tensors), inline=named(target.inline), objects=named(target.objects)
     )
     return replace(prepared, target=made, archives=lambda: ((rename(key), data) for key, data in archives()))
 
@@ -113,7 +111,8 @@ def _refuse(prepared: Prepared, common: CommonState, layout: Layout) -> None:
             "it saves or loads such a tensor: the code of its checkpoints takes it apart by attributes that only v1 "
             "sets, and no released or proposed code shows what v2 will store. Use --layout mfsdp-v1"
         )
-    if _has_optimizer(prepared.target):
+    states = (fsdp_state(tensor.key) for tensor in prepared.target.tensors)
+    if any(state is not None and state.kind != STEP for state in states):
         raise UsageError(
             f"--layout {VERSION_2}: Megatron-FSDP v2 of Megatron-LM main loads no optimizer (it ends with "
             "NotImplementedError); pass --weights-only without --fresh-optimizer, or run `strip` first"
@@ -128,8 +127,3 @@ def _fused(target: Target, common: CommonState) -> Iterator[str]:
             yield f"{whole} is a gated MLP's, gate and up in one"
     if common.arg("mla_down_proj_fusion"):
         yield "the down-projections of multi-latent attention are fused (--mla-down-proj-fusion)"
-
-
-def _has_optimizer(target: Target) -> bool:
-    states = (fsdp_state(tensor.key) for tensor in target.tensors)
-    return any(state is not None and state.kind != STEP for state in states)

@@ -17,8 +17,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from ckpt_tools.commands.huggingface.folder import CONFIG, read_assets, read_config, weight_files
-from ckpt_tools.commands.huggingface.tensors import refuse_adapters
+from ckpt_tools.commands.huggingface.folder import (
+    CONFIG,
+    read_assets,
+    read_config,
+    refuse_adapters,
+    weight_files,
+)
 from ckpt_tools.commands.job.conversion import Conversion, EditOptions, Progress, with_note
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
 from ckpt_tools.commands.job.outputs import refuse_overlap
@@ -30,7 +35,7 @@ from ckpt_tools.errors import (
     UnsupportedCheckpointError,
     UsageError,
     VerificationError,
-    list_problems,
+    raise_if,
 )
 from ckpt_tools.execute.proof.masters import check_masters
 from ckpt_tools.execute.proof.prove_source import prove_payloads
@@ -48,7 +53,7 @@ from ckpt_tools.model.catalog import Catalog, Made, Value, made_entry
 from ckpt_tools.model.dtypes import CASTABLE, FLOATING
 from ckpt_tools.model.kernels.kernel import WeightedMean
 from ckpt_tools.model.roles import MASTER, WEIGHT
-from ckpt_tools.model.target import Target, TargetObject, TargetTensor
+from ckpt_tools.model.target import Target, TargetObject, TargetTensor, rounding_target
 from ckpt_tools.model.views import Source
 from ckpt_tools.plan.build import build_safetensors_plan
 
@@ -100,7 +105,11 @@ def average_checkpoints(
             stack.enter_context(open_checkpoint(source, options.iteration, options.trust_pickle))
             for source in paths
         ]
-        _check_places(paths, output, opened)
+        for path, one in zip(paths, opened, strict=True):
+            refuse_overlap(path, one.location, output)
+        if len({one.location.kind for one in opened}) > 1:
+            kinds = ", ".join(f"{one.location.path} is {one.location.kind}" for one in opened)
+            raise UsageError(f"all inputs must have the same format: {kinds}. Convert them first")
         read = [_read(one, options.write) for one in opened]
         parts, masters = [its for its, _ in read], read[-1][1]
         check_alike(parts, opened)
@@ -153,16 +162,6 @@ def mean_weights(count: int, weights: Sequence[float] | None, ema: float | None)
     return tuple(share / total for share in given)
 
 
-def _check_places(sources: Sequence[str], output: str, opened: Sequence[Opened]) -> None:
-    """Raise UsageError if the output overlaps a source, or the sources are of several kinds."""
-    for source, one in zip(sources, opened, strict=True):
-        refuse_overlap(source, one.location, output)
-    kinds = {one.location.kind for one in opened}
-    if len(kinds) > 1:
-        found = ", ".join(f"{one.location.path} is {one.location.kind}" for one in opened)
-        raise UsageError(f"all inputs must have the same format: {found}. Convert them first")
-
-
 def _read(opened: Opened, write: WriteOptions) -> tuple[Parts, Masters]:
     """The parts of a source, and what was found of its masters."""
     try:
@@ -183,13 +182,10 @@ def _check_masters(opened: Opened, parts: Parts, threads: int) -> Masters:
         return Masters(use_of_masters(opened, "none"))
     tensors, path = opened.catalog.tensors, opened.location.path
     targets = [
-        TargetTensor(
+        rounding_target(
             key,
-            tensors[sources[0].key].dtype,
-            tensors[key].shape,
-            sources,
-            must_round_to=(Source(key),),
-            must_round_dtype=tensors[key].dtype,
+            replace(tensors[key].value, dtype=tensors[sources[0].key].dtype, sources=sources),
+            tensors[key].value,
         )
         for key, sources in parts.rounded.items()
     ]
@@ -233,7 +229,7 @@ def _plan_safetensors(last: Opened, catalog: Catalog, targets: tuple[TargetTenso
         catalog=catalog,
         target=Target(targets),
         plan=build_safetensors_plan(catalog, weights, {}),
-        extra_files=read_assets(last.location.path, has_code=True).files | kept | index,
+        extra_files=read_assets(last.location.path, has_code=True)[0] | kept | index,
         edits=Edits(),
     )
 
@@ -359,21 +355,17 @@ def _sorted_out(
 def _refuse_encoded(opened: Opened, keys: Sequence[str]) -> None:
     tensors = opened.catalog.tensors
     wrong = [f"{key} is {tensors[key].dtype}" for key in keys if tensors[key].dtype not in CASTABLE]
-    if wrong:
-        raise UnsupportedCheckpointError(
-            f"{opened.location.path}: these types are encoded and cannot be averaged:\n{list_problems(wrong)}",
-            wrong,
-        )
+    what = f"{opened.location.path}: these types are encoded and cannot be averaged"
+    raise_if(wrong, UnsupportedCheckpointError, what)
 
 
 def _refuse_masters(opened: Opened, keys: Sequence[str]) -> None:
-    if keys:
-        raise UnsupportedCheckpointError(
-            f"{opened.location.path}: fp32 masters have no known link to their weights, which must stay their "
-            f"rounding; {_ALONE} "
-            f"(`modify-state-dict CKPT OUT --op 'remove REGEX'`):\n{list_problems(keys)}",
-            keys,
-        )
+    raise_if(
+        keys,
+        UnsupportedCheckpointError,
+        f"{opened.location.path}: fp32 masters have no known link to their weights, which must stay their rounding; "
+        f"{_ALONE} (`modify-state-dict CKPT OUT --op 'remove REGEX'`)",
+    )
 
 
 def check_alike(parts: Sequence[Parts], opened: Sequence[Opened]) -> None:
@@ -389,12 +381,7 @@ def check_alike(parts: Sequence[Parts], opened: Sequence[Opened]) -> None:
             problems.append(f"{len(keys):,} keys, such as {keys[0]}: each {what}")
         else:
             problems += [f"{key} {what}" for key in keys]
-    if problems:
-        raise MappingError(
-            "a mean is taken of checkpoints with the same keys, shapes and types:\n"
-            + list_problems(problems),
-            problems,
-        )
+    raise_if(problems, MappingError, "a mean is taken of checkpoints with the same keys, shapes and types")
 
 
 def check_settings_match(opened: Sequence[Opened]) -> tuple[str, ...]:
@@ -415,12 +402,8 @@ def check_settings_match(opened: Sequence[Opened]) -> tuple[str, ...]:
         differences = config_differences if last.location.kind == "safetensors" else args_differences
         for found in differences(its, settings[-1]):
             (problems if found.is_model else notes).append(found.text(here, there))
-    if problems:
-        raise MappingError(
-            "a mean is taken of checkpoints of one model, and these settings make another:\n"
-            + list_problems(problems),
-            problems,
-        )
+    what = "a mean is taken of checkpoints of one model, and these settings make another"
+    raise_if(problems, MappingError, what)
     return tuple(notes)
 
 

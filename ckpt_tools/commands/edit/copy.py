@@ -31,7 +31,7 @@ from ckpt_tools.formats.storage import crc
 from ckpt_tools.formats.storage.files import AnyPath, Files, path_text, read_whole
 from ckpt_tools.formats.storage.open_files import files_below, open_files
 from ckpt_tools.formats.storage.prefetch import Range, reading_ahead
-from ckpt_tools.formats.torch_archive.item_reader import Stretch, read_archive, record_stretches, whole_file
+from ckpt_tools.formats.torch_archive.item_reader import read_archive, record_stretches, whole_file
 from ckpt_tools.megatron.run_state.common_state import read_common_state
 from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.target import Target
@@ -155,7 +155,11 @@ def _copy(source: str, output: str, options: CopyOptions, progress: Progress | N
         with suppress(CkptError):  # a state that cannot be read is copied unchanged
             warn_of_iteration(location, read_common_state(files, catalog, options.trust_pickle))
         place = like_to_like(source, location, output, options)
-        _refuse_inner(location, catalog)
+        if inner := sorted(name for name in _named_by(catalog) if "/" in name):
+            raise UnsupportedCheckpointError(
+                f"{location.path}: {METADATA} places entries in a folder inside the checkpoint ({inner[0]}), which "
+                "copy does not take. Convert it, or copy the folder with another program."
+            )
         odd: list[str] = []
         names = files_below(location.path, odd)
         left_out = (*(name for name in names if "/" in name), *sorted(odd))
@@ -165,6 +169,8 @@ def _copy(source: str, output: str, options: CopyOptions, progress: Progress | N
         }  # an error: it is absent
         big = {name: n for name, n in sizes.items() if n and (n > _SMALL_BYTES or name.endswith(_TENSORS))}
         big.pop(METADATA, None)
+        # `.metadata` last, which makes a folder in a store a checkpoint.
+        small = sorted(sizes.keys() - big.keys(), key=lambda name: (name == METADATA, name))
         prove = options.write.check_source != "none"
         # Other files are few, and some people edit them.
         links = {name: n for name, n in big.items() if options.hard_link and name.endswith(_TENSORS)}
@@ -179,7 +185,7 @@ def _copy(source: str, output: str, options: CopyOptions, progress: Progress | N
             catalog=catalog,
             target=Target(()),
             plan=plan,
-            extra_files=_small_files(files, [name for name in sizes if name not in big]),
+            extra_files={name: read_whole(files, name, MAX_METADATA_BYTES) for name in small},
             beside=_trackers(source, location),
             edits=Edits(),
             copies_files=True,
@@ -203,25 +209,10 @@ def _copy(source: str, output: str, options: CopyOptions, progress: Progress | N
     )
 
 
-def _refuse_inner(location: Location, catalog: Catalog) -> None:
-    """Raise UnsupportedCheckpointError if entries lie in folders inside the checkpoint."""
-    if inner := sorted(name for name in _named_by(catalog) if "/" in name):
-        raise UnsupportedCheckpointError(
-            f"{location.path}: {METADATA} places entries in a folder inside the checkpoint ({inner[0]}), which copy "
-            "does not take. Convert it, or copy the folder with another program."
-        )
-
-
 def _named_by(catalog: Catalog) -> set[str]:
     """The files that a catalog's items lie in."""
     tensors = {chunk.item.file for entry in catalog.tensors.values() for chunk in entry.chunks}
     return tensors | {entry.item.file for entry in catalog.objects.values()}
-
-
-def _small_files(files: Files, names: Iterable[str]) -> dict[str, bytes]:
-    """Files as bytes; `.metadata` last, which makes a folder in a store a checkpoint."""
-    ordered = sorted(names, key=lambda name: (name == METADATA, name))
-    return {name: read_whole(files, name, MAX_METADATA_BYTES) for name in ordered}
 
 
 def _trackers(source: str, location: Location) -> Mapping[str, bytes]:
@@ -261,8 +252,9 @@ def _runs(
                 for record in record_stretches(files, item):
                     if record.nbytes > _RECORD_BYTES:
                         runs[item.file].append(Run(record.start, record.nbytes, key, record.crc32))
-                    elif prove:
-                        _prove_record(files, item, key, record)
+                    elif prove and record.crc32 is not None:
+                        found = crc.crc32(files.read(item.file, record.start, record.nbytes))
+                        check(key, Stored(item, record.start, record.nbytes, record.crc32), found)
     return {
         name: RawFile(n, _disjoint(runs[name]), heads.get(name, b"")) for name, n in sizes.items()
     }, proven
@@ -273,14 +265,6 @@ def _archive_reads(files: Files, item: Item) -> Iterator[Range]:
     if item.length <= _PROVEN_WHOLE:
         return store_ranges(files, item.file, item.offset, item.offset + item.length)
     return frame_reads(files, item)
-
-
-def _prove_record(files: Files, item: Item, key: str, record: Stretch) -> None:
-    """Raise CorruptCheckpointError if a small record has another checksum than its writer stored."""
-    start, nbytes, crc32 = record
-    if crc32 is not None:
-        found = crc.crc32(files.read(item.file, start, nbytes))
-        check(key, Stored(item, start, nbytes, crc32), found)
 
 
 def _archives(files: Files, catalog: Catalog, sizes: Mapping[str, int]) -> Iterator[tuple[Item, str]]:

@@ -12,12 +12,11 @@ from ckpt_tools.commands.job.conversion import Conversion, EditOptions, Progress
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.report import ConversionReport, Edits
 from ckpt_tools.commands.job.rewrite import edit, rewrite
-from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError, list_problems
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError, list_problems, raise_if
 from ckpt_tools.formats.storage.files import AnyPath
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
 from ckpt_tools.model.catalog import Catalog
-from ckpt_tools.model.target import Target, TargetObject, TargetTensor
-from ckpt_tools.model.views import Source
+from ckpt_tools.model.target import Target, TargetObject, target_of
 
 KeyPath = tuple[str | int, ...]
 
@@ -121,8 +120,7 @@ def new_names(keys: Iterable[str], operations: Sequence[Operation]) -> dict[str,
     if "" in names.values():
         raise UsageError("a key would get an empty name; nothing was written")
     clashes = [name for name, count in Counter(names.values()).items() if count > 1]
-    if clashes:
-        raise MappingError("several keys would get the same name:\n" + list_problems(clashes), clashes)
+    raise_if(clashes, MappingError, "several keys would get the same name")
     return names
 
 
@@ -133,10 +131,7 @@ def renamed_target(
     paths = {key: new_path(catalog.planner_paths.get(key, (key,)), name) for key, name in names.items()}
     values = {key: catalog.tensors[taken_from.get(key, key)] for key in catalog.tensors if key in names}
     return Target(
-        tensors=tuple(
-            TargetTensor(names[key], entry.dtype, entry.shape, (Source(entry.key),), paths[key])
-            for key, entry in values.items()
-        ),
+        tensors=tuple(target_of(names[key], entry.value, paths[key]) for key, entry in values.items()),
         objects=tuple(TargetObject(names[key], None, paths[key]) for key in catalog.objects if key in names),
     )
 

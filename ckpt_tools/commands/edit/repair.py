@@ -21,7 +21,7 @@ from ckpt_tools.commands.job.conversion import Conversion, EditOptions, Progress
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.report import ConversionReport, Edits
 from ckpt_tools.commands.job.rewrite import edit, rewrite
-from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, list_problems
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, raise_if
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
 from ckpt_tools.megatron.format import FORMATS
 from ckpt_tools.megatron.fsdp_dtensor.read import ISSUE, LocalNumbers, local_numbers, ranges
@@ -39,8 +39,7 @@ from ckpt_tools.megatron.keys import (
 from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.roles import MASTER
-from ckpt_tools.model.target import TargetTensor
-from ckpt_tools.model.views import Source
+from ckpt_tools.model.target import TargetTensor, rounding_target
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,10 @@ def repair_checkpoint(
                 files, catalog.objects[b].item
             )
 
-        made, done = repair_keys(catalog, opened.common, is_same), None
+        made, done = RepairedKeys({key: key for key in (*catalog.tensors, *catalog.objects)}), None
+        _take_masters(catalog, made)
+        _name_groups(catalog, made, is_same)
+        _number_layers(catalog, opened.common, made)
         if made.changes:
             done = edit(source, output, lambda opened: _plan(opened, made), options, progress, opened=opened)
     return Repaired(source, output, tuple(made.changes), location.left_out, done)
@@ -135,18 +137,6 @@ class RepairedKeys:
     changes: list[Change] = field(default_factory=list)
 
 
-def repair_keys(catalog: Catalog, common: CommonState, same: Callable[[str, str], bool]) -> RepairedKeys:
-    """What is to be done to the keys of a checkpoint; nothing to a sound one.
-
-    `same` tells whether two objects are stored with the same bytes.
-    """
-    made = RepairedKeys({key: key for key in (*catalog.tensors, *catalog.objects)})
-    _take_masters(catalog, made)
-    _name_groups(catalog, made, same)
-    _number_layers(catalog, common, made)
-    return made
-
-
 def _take_masters(catalog: Catalog, made: RepairedKeys) -> None:
     """Masters into the place of the weights that they round to."""
     weights = {name: key for key in catalog.tensors if (name := model_name(key))}
@@ -160,20 +150,10 @@ def _take_masters(catalog: Catalog, made: RepairedKeys) -> None:
             found = "missing" if weight is None else f"{weight.dtype} {weight.shape}"
             problems.append(f"{key}: {entry.dtype} {entry.shape}; its weight: {found}")
             continue
-        made.must_round.append(
-            TargetTensor(
-                weight.key,
-                "float32",
-                entry.shape,
-                (Source(key),),
-                must_round_to=(Source(weight.key),),
-                must_round_dtype=weight.dtype,
-            )
-        )
+        made.must_round.append(rounding_target(weight.key, entry.value, weight.value))
         made.taken_from[weight.key] = key
         del made.names[key]
-    if problems:
-        raise MappingError("masters that fit no weight:\n" + list_problems(problems), problems)
+    raise_if(problems, MappingError, "masters that fit no weight")
     if made.must_round:
         count = len(made.must_round)
         made.changes.append(
@@ -186,7 +166,7 @@ def _take_masters(catalog: Catalog, made: RepairedKeys) -> None:
 
 
 def _name_groups(catalog: Catalog, made: RepairedKeys, same: Callable[[str, str], bool]) -> None:
-    """Group fields under the names that a job asks for."""
+    """Group fields under the names that a job asks for; `same`: two objects are stored with the same bytes."""
     known = {split_half(name)[0] for key in catalog.tensors if (name := model_name(key))}
     renamed: dict[str, str] = {}
     for key in catalog.objects:
@@ -207,10 +187,7 @@ def _name_groups(catalog: Catalog, made: RepairedKeys, same: Callable[[str, str]
             del made.names[key]
         else:
             problems.append(f"{key} and {first} differ")
-    if problems:
-        raise MappingError(
-            "group fields that would get one name do not say the same:\n" + list_problems(problems), problems
-        )
+    raise_if(problems, MappingError, "group fields that would get one name do not say the same")
     if renamed:
         proof = (
             f"the names are those of {len({*renamed.values()})} fields of stored parameters, and halves agree"
@@ -234,8 +211,7 @@ def _number_layers(catalog: Catalog, common: CommonState, made: RepairedKeys) ->
         *_contradictions(found, common, ranks),
         *_misfits(catalog, {name: key for key, name in names.items()}),
     ]
-    if problems:
-        raise MappingError(f"{found}. They cannot be given others:\n{list_problems(problems)}", problems)
+    raise_if(problems, MappingError, f"{found}. They cannot be given others")
     for name, key in weights.items():
         if names[key] != name:
             made.names[key] = f"{key[: len(key) - len(name)]}{names[key]}"

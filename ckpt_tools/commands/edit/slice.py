@@ -30,7 +30,6 @@ from ckpt_tools.megatron.huggingface.vision.towers import TEXT, changed_record
 from ckpt_tools.megatron.huggingface.vision.vision_language import VISION
 from ckpt_tools.megatron.keys import (
     COMMON_OBJECT,
-    ObjectShard,
     is_of_transformers,
     is_optimizer_key,
     layer_of,
@@ -60,19 +59,25 @@ Rename = Callable[[str], "str | None"]
 
 
 @dataclass(frozen=True, slots=True)
-class PlainCut:
-    """What every key is called in the slice (None: left out), and the objects that say something else there."""
+class Cut:
+    """Layers `[start, stop)` of the `count` layers of a block (`decoder.layers.`), and what becomes of every key."""
 
-    names: Mapping[str, str | None]
-    values: Mapping[str, Any]
+    block: str
+    start: int
+    stop: int
+    count: int
+    names: Mapping[str, str | None]  # in the slice; None: left out
+    stacked: frozenset[str] = frozenset()  # have the block's layers along their first axis
+    values: Mapping[str, Any] | None = (
+        None  # of a plain state dict: objects that say something else in the slice
+    )
 
     def path(self, key: str, path: Sequence[str | int]) -> tuple[str | int, ...]:
-        """The planner path of a key that stays; a number stays a number."""
-        name = self.names[key]
+        """The planner path of a key that stays, () for that of its name; a number stays a number."""
+        name, old = self.names[key], tuple(path)
         if name is None or name == key:
-            return tuple(path)
-        old = tuple(path)
-        made = new_path(old, name)
+            return old
+        made = () if self.values is None else new_path(old, name)
         if len(made) != len(old):
             return made
         return tuple(
@@ -81,57 +86,21 @@ class PlainCut:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Layers `[start, stop)` of the `count` layers of a block (`decoder.layers.`)."""
-
-    block: str
-    start: int
-    stop: int
-    count: int
-    fsdp: bool  # keys of `fsdp_dtensor`, else of `torch_dist`
-    plain: PlainCut | None = None  # or of a plain state dict
-
-    def key(self, key: str) -> str | None:
-        """The key with its layer renumbered, the same for other keys, None for a layer that is left out."""
-        if self.plain is not None:
-            return self.plain.names[key]
-        shard = object_shard(key)
-        if shard and self.is_stacked(key):
-            return self._shard(shard)
-        head, name = self._split(key)
-        number = _NUMBER.match(name, len(self.block)) if name.startswith(self.block) else None
-        if number is None:
-            return key
+def _numbered(key: str, block: str, kept: range, fsdp: bool) -> tuple[str | None, bool]:
+    """The key with its layer renumbered, None for a layer that is left out; and whether it has layers on an axis."""
+    at = name_start(key, fsdp)
+    head, name = key[:at], key[at:]
+    if not name.startswith(block):
+        return key, False
+    number, shard = _NUMBER.match(name, len(block)), object_shard(key)
+    if number is not None:
         layer = int(number[1])
-        if not self.start <= layer < self.stop:
-            return None
-        return f"{head}{self.block}{layer - self.start}{name[number.end() :]}"
-
-    def is_stacked(self, key: str) -> bool:
-        """Whether the key's tensor or object has the block's layers along its first axis."""
-        if self.plain is not None:
-            return False
-        _, name = self._split(key)
-        return name.startswith(self.block) and not _NUMBER.match(name, len(self.block))
-
-    def path(self, key: str, path: tuple[str | int, ...]) -> tuple[str | int, ...]:
-        """The planner path of a key that stays, () for that of its name."""
-        if self.plain is not None:
-            return self.plain.path(key, path)
-        return path if self.key(key) == key else ()
-
-    def _split(self, key: str) -> tuple[str, str]:
-        at = name_start(key, self.fsdp)
-        return key[:at], key[at:]
-
-    def _shard(self, shard: ObjectShard) -> str | None:
-        """The key of one layer's object in the new numbering."""
-        layer, *rest = shard.place
-        if not self.start <= layer < self.stop:
-            return None
-        grid = (self.stop - self.start, *shard.grid[1:])
-        return shard_key(shard.name, (layer - self.start, *rest), grid)
+        return f"{head}{block}{layer - kept.start}{name[number.end() :]}" if layer in kept else None, False
+    if not shard:
+        return key, True
+    layer, *rest = shard.place
+    grid = (len(kept), *shard.grid[1:])
+    return shard_key(shard.name, (layer - kept.start, *rest), grid) if layer in kept else None, True
 
 
 def slice_layers(
@@ -170,10 +139,9 @@ def _plan(opened: Opened, layers: str, block: str | None, workers: int | None) -
     cut = choose_cut(opened, layers, block)
     tensors, changed, catalog = _parts(opened, cut, workers)
     objects, archives = _objects(opened, cut, changed)
-    renamed = {key: cut.key(key) for key in (*opened.catalog.tensors, *opened.catalog.objects)}
     edits = Edits(
-        removed=tuple(key for key, name in renamed.items() if name is None),
-        renamed={key: name for key, name in renamed.items() if name not in (None, key)},
+        removed=tuple(key for key, name in cut.names.items() if name is None),
+        renamed={key: name for key, name in cut.names.items() if name not in (None, key)},
     )
     return rewrite(
         opened,
@@ -224,8 +192,13 @@ def choose_cut(opened: Opened, layers: str, block: str | None) -> Cut:
         raise UsageError(
             f"--layers {layers!r}: {block.rstrip('.')} has layers 0:{count}, and at least one must be left"
         )
-    plain = _plain_cut(opened, _renamer(block, start, stop)) if kind == "dcp" else None
-    return Cut(block, start, stop, count, fsdp=kind == "fsdp_dtensor", plain=plain)
+    if kind == "dcp":
+        plain_names, values = _plain_cut(opened, _renamer(block, start, stop))
+        return Cut(block, start, stop, count, plain_names, values=values)
+    keys = (*opened.catalog.tensors, *opened.catalog.objects)
+    found = {key: _numbered(key, block, range(start, stop), kind == "fsdp_dtensor") for key in keys}
+    names = {key: name for key, (name, _) in found.items()}
+    return Cut(block, start, stop, count, names, frozenset(key for key in keys if found[key][1]))
 
 
 def _renamer(block: str, start: int, stop: int) -> Rename:
@@ -241,8 +214,8 @@ def _renamer(block: str, start: int, stop: int) -> Rename:
     return rename
 
 
-def _plain_cut(opened: Opened, rename: Rename) -> PlainCut:
-    """The keys of a slice of the checkpoint."""
+def _plain_cut(opened: Opened, rename: Rename) -> tuple[dict[str, str | None], dict[str, Any]]:
+    """`names` and `values` of the cut of a plain state dict."""
     catalog = opened.catalog
     found = read_state_dict(catalog)
     names: dict[str, str | None] = {key: key for key in (*catalog.tensors, *catalog.objects)}
@@ -265,7 +238,7 @@ def _plain_cut(opened: Opened, rename: Rename) -> PlainCut:
                     values[optimizer.groups[owner]["params"]] = [
                         n.removeprefix(optimizer.prefix) for old in kept if (n := rename(old)) is not None
                     ]
-    return PlainCut(names, values)
+    return names, values
 
 
 def _joined(head: str, name: str | None) -> str | None:
@@ -318,11 +291,11 @@ def _kept_tensors(opened: Opened, cut: Cut, keys: Sequence[str]) -> list[TargetT
     """The tensors of these keys that stay, cut along the layer axis where they have one."""
     tensors = []
     for key in keys:
-        entry, name = opened.catalog.tensors[key], cut.key(key)
+        entry, name = opened.catalog.tensors[key], cut.names[key]
         if name is None:
             continue
         shape, view = entry.shape, tuple[Step, ...]()
-        if cut.is_stacked(key):
+        if key in cut.stacked:
             view = (Narrow(0, cut.start, cut.stop - cut.start),)
             shape = (cut.stop - cut.start, *shape[1:])
         path = cut.path(key, opened.catalog.planner_paths.get(key, ()))
@@ -355,11 +328,11 @@ def _states(source: TorchDistSource, opened: Opened, cut: Cut) -> list[TargetTen
         held.setdefault(key, []).append(kind)
     tensors = []
     for (kind, key), state in states.items():
-        name = cut.key(key)
+        name = cut.names[key]
         if name is None:
             continue
         value = state.value(key, opened.catalog.tensors[key].shape, stacked_axes(key))
-        if cut.is_stacked(key):
+        if key in cut.stacked:
             value = value.rows(cut.start, cut.stop - cut.start)
         spelled = kind
         if kind == MASTER:
@@ -416,18 +389,18 @@ def _objects(
 ) -> tuple[list[TargetObject], list[tuple[str, bytes]]]:
     """The objects that stay, with their archives: `args` or the common state changed, others as stored."""
     catalog, files = opened.catalog, opened.files
-    natural = cut.plain is not None or not any(
+    natural = cut.values is not None or not any(
         is_optimizer_key(k) and "/shard_" in k for k in catalog.objects
     )
     objects, blobs = [], []
     for key, entry in catalog.objects.items():
-        name = cut.key(key)
+        name = cut.names[key]
         if name is None or (not natural and is_optimizer_key(key)):
             continue
         if key == COMMON_OBJECT:
             archive = dump_archive([changed])
-        elif cut.plain is not None and key in cut.plain.values:
-            archive = dump_archive(cut.plain.values[key])
+        elif cut.values and key in cut.values:
+            archive = dump_archive(cut.values[key])
         elif key == "args" and "args" in changed:
             archive = dump_archive(changed["args"])
         else:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.commands.convert.fresh_optimizer import plan_fresh, started_at
-from ckpt_tools.commands.convert.relayout import masters_beside_weights
+from ckpt_tools.commands.convert.to_dtensors import masters_beside_weights
 from ckpt_tools.commands.convert.version_2 import is_version_2
 from ckpt_tools.commands.job.conversion import (
     Conversion,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from ckpt_tools.commands.huggingface.folder import DEFAULT_SHARD_SIZE, hf_directory, read_config
 from ckpt_tools.commands.job.conversion import Conversion, SourceOptions
@@ -27,26 +27,13 @@ from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageErr
 from ckpt_tools.execute.write_job import WriteOptions
 from ckpt_tools.formats.locate.run_layouts import snapshot_of
 from ckpt_tools.formats.safetensors import read_safetensors_catalog
-from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.storage.joined_files import joined_entry
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.megatron.huggingface.families.families import FAMILIES
 from ckpt_tools.megatron.huggingface.families.identify import family_of_config
 from ckpt_tools.megatron.huggingface.mapping.checks import HEAD, Spec, specs_of
 from ckpt_tools.megatron.huggingface.mapping.targets import Exported
-from ckpt_tools.megatron.huggingface.vision.towers import (
-    QUANTIZED,
-    TYPE,
-    Tower,
-    absent_modules,
-    counted,
-    known_to_bridge,
-    language_prefix,
-    language_tower,
-    recorded_config,
-    whole_config,
-    with_towers,
-)
+from ckpt_tools.megatron.huggingface.vision import towers
 from ckpt_tools.megatron.huggingface.vision.vision_language import vision_language, vision_language_types
 from ckpt_tools.megatron.hybrid import as_gpt, is_hybrid
 from ckpt_tools.megatron.keys import is_optimizer_key, one_expert, strip_wrappers
@@ -138,7 +125,7 @@ def imported_source(model: Model) -> ExportSource:
 
 def _parts_apart(source: ExportSource) -> ExportSource:
     """The language model of a model of several parts under the names of a separate model."""
-    prefix = language_prefix(source.bases)
+    prefix = towers.language_prefix(source.bases)
     if not prefix:
         return source
     return replace(
@@ -190,7 +177,7 @@ class WholeModel:
 
     folder: str | None
     config: Mapping[str, Any]
-    tower: Tower
+    tower: towers.Tower
     others: Mapping[str, TensorEntry]
 
 
@@ -202,44 +189,34 @@ def check_tower(name: str | None) -> None:
 
 def tower_alone(
     catalog: Catalog, specs: Mapping[str, Spec], config: Mapping[str, Any]
-) -> tuple[Catalog, dict[str, Spec], Tower]:
+) -> tuple[Catalog, dict[str, Spec], towers.Tower]:
     """The language model's tensors under the names of a separate model.
 
     The catalog keeps the others too: scales are read by the names they are stored under.
     """
-    tower = language_tower(config, specs)
+    tower = towers.language_tower(config, specs)
     bare = {name: replace(catalog.tensors[own], key=name) for name, own in tower.names.items()}
     named = {name: specs[own] for name, own in tower.names.items()}
     return replace(catalog, tensors={**catalog.tensors, **bare}), named, tower
 
 
-def tower_files(folder: str) -> Files:
-    """The files of the whole model."""
-    return open_files(snapshot_of(folder))
-
-
-def tower_tensors(folder: str) -> Catalog:
-    """The stored tensors of the whole model. Raises as `read_safetensors_catalog`."""
-    return read_safetensors_catalog(snapshot_of(folder))
-
-
 def whole_model(folder: str) -> WholeModel:
     """The vision-language model in a directory."""
     config = read_config(folder)
-    if config.get(QUANTIZED):
+    if config.get(towers.QUANTIZED):
         raise UnsupportedCheckpointError(
             f"--tower language: the weights in {folder} are quantized, and those of the other towers are copied as "
             "stored; give the directory of the model that was quantized"
         )
-    catalog = tower_tensors(folder)
-    tower = language_tower(config, specs_of(catalog.tensors))
-    absent = absent_modules(config, tower)
+    catalog = read_safetensors_catalog(snapshot_of(folder))
+    tower = towers.language_tower(config, specs_of(catalog.tensors))
+    absent = towers.absent_modules(config, tower)
     if absent:
         raise MappingError(
             f"--tower language: {folder} holds no tensors of {' and '.join(absent)}, from which the whole model "
             "would be made. Without --tower and --hf-config the language model is written as a separate model"
         )
-    with closing(tower_files(folder)) as files:
+    with closing(open_files(snapshot_of(folder))) as files:
         others = {
             key: joined_entry(files, catalog.tensors[key], f"{key} of {folder}") for key in tower.others
         }
@@ -248,31 +225,27 @@ def whole_model(folder: str) -> WholeModel:
 
 def whole_model_if_one(folder: str, config: Mapping[str, Any]) -> WholeModel | None:
     """The vision-language model in a directory, None for a directory with another model."""
-    return whole_model(folder) if config.get(TYPE) in vision_language_types() else None
+    return whole_model(folder) if config.get(towers.TYPE) in vision_language_types() else None
 
 
 def put_back(exported: Exported, whole: WholeModel) -> Exported:
     """The tensors of the language model under the whole model's names, and its config.json."""
-    config = whole_config(whole.config, whole.tower, exported.config)
+    config = towers.whole_config(whole.config, whole.tower, exported.config)
     return replace(exported.renamed(whole.tower.name_of), config=config)
-
-
-class Reference(NamedTuple):
-    """What an export goes by: config.json of the language model, and the whole model that it is put back into."""
-
-    config: Mapping[str, Any] | None
-    whole: WholeModel | None
 
 
 def holds_several(catalog: Catalog) -> bool:
     """Whether a checkpoint's keys are those of a model of several parts."""
-    return bool(language_prefix(strip_wrappers(key) for key in catalog.tensors if not is_optimizer_key(key)))
+    return bool(
+        towers.language_prefix(strip_wrappers(key) for key in catalog.tensors if not is_optimizer_key(key))
+    )
 
 
 def reference_of(
     source: ExportSource, folder: str | None, alone: bool, whole: WholeModel | None
-) -> Reference:
-    """What a checkpoint of several parts is exported by.
+) -> tuple[Mapping[str, Any] | None, WholeModel | None]:
+    """What a checkpoint of several parts is exported by: config.json of the language model, and the whole model that
+    it is put back into.
 
     Args:
         folder: with the config.json that is known of it; None: the one that the checkpoint records, if it does.
@@ -280,19 +253,19 @@ def reference_of(
         whole: the model that it is compared with, where it is.
     """
     if whole is not None:
-        known_to_bridge(whole.config)
-        return Reference(whole.tower.config, whole)
-    config = recorded_config(source.settings) if folder is None else read_config(folder)
+        towers.known_to_bridge(whole.config)
+        return whole.tower.config, whole
+    config = towers.recorded_config(source.settings) if folder is None else read_config(folder)
     if alone:
-        return Reference(None if config is None else _of_its_own(config, HEAD not in source.bases), None)
+        return None if config is None else _of_its_own(config, HEAD not in source.bases), None
     if config is None:
         raise MappingError(_what_it_is(source))
-    if config.get(TYPE) not in vision_language_types():
-        raise MappingError(f"{_what_it_is(source)}; this one has model_type {config.get(TYPE)!r}")
-    known_to_bridge(config)
+    if config.get(towers.TYPE) not in vision_language_types():
+        raise MappingError(f"{_what_it_is(source)}; this one has model_type {config.get(towers.TYPE)!r}")
+    towers.known_to_bridge(config)
     specs = {} if folder is None else _stored(folder)
-    tower = language_tower(config, specs, None if specs else HEAD not in source.bases)
-    return Reference(tower.config, WholeModel(folder, config, tower, {}))
+    tower = towers.language_tower(config, specs, None if specs else HEAD not in source.bases)
+    return tower.config, WholeModel(folder, config, tower, {})
 
 
 def _what_it_is(source: ExportSource) -> str:
@@ -306,41 +279,39 @@ def _what_it_is(source: ExportSource) -> str:
     )
     return (
         f"the checkpoint holds a language model ({len(source.bases) - len(others)} parameters) and other parts "
-        f"({counted(others)}). The language model alone is written by --tower language. {why}"
+        f"({towers.counted(others)}). The language model alone is written by --tower language. {why}"
     )
 
 
 def _of_its_own(config: Mapping[str, Any], tied: bool) -> dict[str, Any]:
     """config.json of the language model as a separate model; that of such a model unchanged."""
-    if config.get(TYPE) not in vision_language_types():
+    if config.get(towers.TYPE) not in vision_language_types():
         return dict(config)
-    family = FAMILIES[vision_language(str(config[TYPE])).alone]
-    text = language_tower(config, {}, tied).config
+    family = FAMILIES[vision_language(str(config[towers.TYPE])).alone]
+    text = towers.language_tower(config, {}, tied).config
     always = {
         name: value for name, value in family_of_config(text).fixed.items() if not isinstance(value, tuple)
     }
-    return {**always, **text, TYPE: family.model_type or family.name}
+    return {**always, **text, towers.TYPE: family.model_type or family.name}
 
 
 def _stored(folder: str) -> dict[str, Spec]:
     """The tensors of a directory, none where it has a config.json alone."""
-    with closing(tower_files(folder)) as files:
+    with closing(open_files(snapshot_of(folder))) as files:
         if not any(name.endswith(".safetensors") for name in files.list()):
             return {}
-    return specs_of(tower_tensors(folder).tensors)
+    return specs_of(read_safetensors_catalog(snapshot_of(folder)).tensors)
 
 
 def without_others(source: ExportSource, language: Mapping[str, Value]) -> ExportSource:
     """The parameters of the language model alone, those of the other parts named as left out."""
     others = source.beside or ()
-    note = (
-        f"the language model alone: {len(others)} parameters of other parts are left out ({counted(others)})"
-    )
+    left = f"{len(others)} parameters of other parts are left out ({towers.counted(others)})"
     return replace(
         source,
         bases=language,
         dropped=(*source.dropped, *(f"{name}: of another part than the language model" for name in others)),
-        notes=(*source.notes, note),
+        notes=(*source.notes, f"the language model alone: {left}"),
     )
 
 
@@ -351,7 +322,7 @@ def put_together(
     dtype: str | None,
 ) -> Exported:
     """The whole model: the language model's tensors, and those of other parts by their rules, as `with_towers`."""
-    made = with_towers(put_back(exported, whole), whole.config, whole.tower, parameters, dtype)
+    made = towers.with_towers(put_back(exported, whole), whole.config, whole.tower, parameters, dtype)
     note = "config.json is made of the one that the checkpoint records"
     if whole.folder is not None:
         note = (
@@ -375,14 +346,14 @@ def model_directory(
 
     `target` says what of the checkpoint is written and dropped; `more` are fields of the conversion.
     """
-    made = hf_directory(tensors, config, options.hf_config, options.max_shard_bytes)
+    files, small, notes = hf_directory(tensors, config, options.hf_config, options.max_shard_bytes)
     return Conversion(
         to="hf",
         loader="transformers",
         iteration=opened.location.iteration,
         catalog=catalog,
-        target=replace(target, notes=(*target.notes, *made.notes)),
-        plan=build_safetensors_plan(catalog, made.files, shapes),
-        extra_files=made.extra_files,
+        target=replace(target, notes=(*target.notes, *notes)),
+        plan=build_safetensors_plan(catalog, files, shapes),
+        extra_files=small,
         **more,
     )

@@ -1,4 +1,7 @@
-"""The files of a Hugging Face directory: config.json, tokenizer and the like, weight files and their index."""
+"""The files of a Hugging Face directory: config.json, tokenizer and the like, weight files and their index.
+
+And what is odd about tensors in it: those that carry nothing, with other axes, shared, or with an offset.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +9,31 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from ckpt_tools.errors import CkptError, UnsupportedCheckpointError, UsageError
+import numpy as np
+
+from ckpt_tools.errors import CkptError, MappingError, UnsupportedCheckpointError, UsageError, raise_if
+from ckpt_tools.execute.move.read_box import BoxReader, read_proven
+from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.locate.owned_files import CARRIED, TEMPLATES, is_like
 from ckpt_tools.formats.locate.run_layouts import snapshot_of
-from ckpt_tools.formats.safetensors import (
-    INDEX_FILE,
-    OTHER_WEIGHTS,
-    parts_of_ranks,
-    refuse_pointers,
-    unread_files,
-)
 from ckpt_tools.formats.storage.files import Files, path_in, read_whole
 from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.formats.untrusted_documents import DocumentError, parse_json
 from ckpt_tools.megatron.huggingface.families.families import FAMILIES, load_rule_file
 from ckpt_tools.megatron.huggingface.mapping.rules import Family
-from ckpt_tools.model.catalog import Catalog
+from ckpt_tools.model.box import Box, full_box, split_axes
+from ckpt_tools.model.catalog import Catalog, TensorEntry, Value, made_entry
 from ckpt_tools.model.dtypes import itemsize
+from ckpt_tools.model.kernels.casts import cast, cast_checked, numpy_dtype, raw_dtype
+from ckpt_tools.model.kernels.kernel import reshaped
 from ckpt_tools.model.target import InlineTensor, TargetTensor
 from ckpt_tools.plan.build import WeightFile
+from ckpt_tools.plan.byte_runs import row_major_tiles
 
 CONFIG = "config.json"
 CODE = "*.py"
@@ -39,7 +43,7 @@ _OWN = (
     ".*",
     "*.safetensors",
     "*.safetensors.index.json",
-    *(f"*{end}" for end in OTHER_WEIGHTS),
+    *(f"*{end}" for end in safetensors.OTHER_WEIGHTS),
 )
 _IS_TOKENIZER = re.compile(r"tokenizer|tekken|vocab|spiece|sentencepiece|.*\.(?:tiktoken|spm|model)$")
 DEFAULT_SHARD_SIZE = 5 * 10**9
@@ -65,7 +69,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     path = path_in(folder, CONFIG)
     try:
         with closing(open_files(folder)) as files:
-            refuse_pointers(files, [CONFIG])
+            safetensors.refuse_pointers(files, [CONFIG])
             config = parse_json(read_whole(files, CONFIG))
     except CkptError as error:
         raise UnsupportedCheckpointError(
@@ -95,7 +99,7 @@ def weight_files(
         held: dict[str, list[TargetTensor]] = {}
         for one in targets:
             held.setdefault(catalog.tensors[one.key].chunks[0].item.file, []).append(one)
-        if not parts_of_ranks(held):
+        if not safetensors.parts_of_ranks(held):
             return [WeightFile(name, held[name]) for name in sorted(held)], {}
     return packed_files(targets, DEFAULT_SHARD_SIZE)
 
@@ -108,7 +112,7 @@ def packed_files(
     sizes = {key: prod(one.shape) * itemsize(one.dtype) for key, one in by_key.items()}
     shards = pack_shards(sizes.items(), max_bytes)
     files = [WeightFile(shard.file, [by_key[key] for key in shard.keys]) for shard in shards]
-    return files, {INDEX_FILE: as_json(shard_index(shards, sizes))} if len(shards) > 1 else {}
+    return files, {safetensors.INDEX_FILE: as_json(shard_index(shards, sizes))} if len(shards) > 1 else {}
 
 
 def as_json(value: object) -> bytes:
@@ -118,21 +122,14 @@ def as_json(value: object) -> bytes:
 
 def unread_notes(files: Files) -> tuple[str, ...]:
     """A note on weight files that the index does not name."""
-    unread = unread_files(files)
+    unread = safetensors.unread_files(files)
     if not unread:
         return ()
     return (f"not in the index and not read: {', '.join(unread[:8])}{', ...' if len(unread) > 8 else ''}",)
 
 
-class Assets(NamedTuple):
-    """Files to write next to a model, and the names of those that are not copied."""
-
-    files: dict[str, bytes]
-    left: tuple[str, ...]
-
-
-def read_assets(folder: str | Path, *, has_code: bool) -> Assets:
-    """Tokenizer, templates, processors, generation settings and licence, byte for byte.
+def read_assets(folder: str | Path, *, has_code: bool) -> tuple[dict[str, bytes], list[str]]:
+    """Tokenizer, templates, processors, generation settings and licence, byte for byte; and names of the rest.
 
     Python files belong to the model if it `has_code`, or if a tokenizer or processor says that its class is in one.
     """
@@ -140,7 +137,7 @@ def read_assets(folder: str | Path, *, has_code: bool) -> Assets:
     with closing(open_files(place)) as files:
         names = files.list()
         wanted = [name for name in names if is_like(name, CARRIED) and not is_like(name, (CODE, *_OWN))]
-        refuse_pointers(files, wanted)  # the hub keeps large tokenizers as it keeps weights
+        safetensors.refuse_pointers(files, wanted)  # the hub keeps large tokenizers as it keeps weights
         found = {name: read_whole(files, name, MAX_ASSET_BYTES) for name in wanted}
         if has_code or any(_names_code(name, data) for name, data in found.items()):
             found |= {
@@ -151,7 +148,7 @@ def read_assets(folder: str | Path, *, has_code: bool) -> Assets:
             inside = [name for name in files.list() if name.endswith(".jinja")]
             found |= {f"{TEMPLATES}/{name}": read_whole(files, name, MAX_ASSET_BYTES) for name in inside}
     left = [name for name in names if name not in {*found, TEMPLATES} and not is_like(name, _OWN)]
-    return Assets(found, tuple(left))
+    return found, left
 
 
 def documents_of(names: Iterable[str]) -> list[str]:
@@ -169,32 +166,27 @@ def _names_code(name: str, data: bytes) -> bool:
         return False
 
 
-class HfDirectory(NamedTuple):
-    """Weight files, and small files by name: tokenizer, config.json and, last, the index of several weight files."""
-
-    files: list[WeightFile]
-    extra_files: dict[str, bytes]
-    notes: tuple[str, ...]
-
-
 def hf_directory(
     tensors: Sequence[TargetTensor | InlineTensor],
     config: Mapping[str, Any],
     hf_config: str | None,
     max_shard_bytes: int,
-) -> HfDirectory:
-    """The directory of `tensors`, with what goes along from the original model in `hf_config`."""
-    assets = Assets({}, ()) if hf_config is None else read_assets(hf_config, has_code="auto_map" in config)
+) -> tuple[list[WeightFile], dict[str, bytes], tuple[str, ...]]:
+    """The directory of `tensors`, with what goes along from the original model in `hf_config`.
+
+    These are weight files, small files by name (tokenizer, config.json and, last, the index of several weight files),
+    and notes.
+    """
+    assets, left = ({}, []) if hf_config is None else read_assets(hf_config, has_code="auto_map" in config)
     files, index = packed_files(tensors, max_shard_bytes)
-    extra = {**assets.files, CONFIG: as_json(config), **index}
     notes = []
-    if not any(_IS_TOKENIZER.match(name) for name in assets.files):
+    if not any(map(_IS_TOKENIZER.match, assets)):
         where = "--hf-config has none" if hf_config else "pass --hf-config DIR to copy one"
         notes.append(f"no tokenizer was written; {where}")
-    if assets.left:
-        shown = ", ".join(assets.left[:8]) + (", ..." if len(assets.left) > 8 else "")
+    if left:
+        shown = ", ".join(left[:8]) + (", ..." if len(left) > 8 else "")
         notes.append(f"not copied from --hf-config: {shown}")
-    return HfDirectory(files, extra, tuple(notes))
+    return files, {**assets, CONFIG: as_json(config), **index}, tuple(notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,3 +229,120 @@ def shard_index(shards: Iterable[Shard], sizes: Mapping[str, int]) -> dict[str, 
     weight_map = {key: shard.file for shard in shards for key in shard.keys}
     total = sum(sizes[key] for key in weight_map)
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+
+
+TILE_ELEMS = 1 << 22
+_ADAPTED = re.compile(
+    r"(?:^|\.)(?:base_layer|modules_to_save|original_module|lora_\w+|ia3_l|hada_w\w*|lokr_w\w*|oft_\w+|boft_\w+|"
+    r"vera_lambda\w*|adapter|prompt_encoder)(?:\.|$)"
+)
+_FREQUENCIES = re.compile(r"(?:^|\.)rotary_emb\.(?:original_)?(?:inv_freq|cos_cached|sin_cached)$")
+_COMPUTED = "rotary frequencies are computed from config.json, not loaded"
+
+
+def refuse_adapters(names: Iterable[str]) -> None:
+    """Raise MappingError if tensors belong to an adapter: the weights alone are not what the model computes."""
+    found = [name for name in names if _ADAPTED.search(name)]
+    raise_if(
+        found[:4],
+        MappingError,
+        f"{len(found)} tensors belong to an adapter (LoRA or similar), not to a model. Merge it first: "
+        "`model.merge_and_unload().save_pretrained(DIR)` of peft, then import DIR; base and adapter in directories "
+        "of their own are merged by --adapter",
+    )
+
+
+def without_frequencies(catalog: Catalog) -> tuple[Catalog, tuple[str, ...]]:
+    """The catalog without stored rotary frequencies, which older models kept as buffers; and a line for each."""
+    gone = [name for name in catalog.tensors if _FREQUENCIES.search(name)]
+    kept = {name: entry for name, entry in catalog.tensors.items() if name not in set(gone)}
+    return replace(catalog, tensors=kept), tuple(f"{name}: {_COMPUTED}" for name in gone)
+
+
+def seen_as(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
+    """A tensor of a model with the axes that views ask for; its chunks hold the same bytes."""
+    if shape == entry.shape:
+        return entry
+    if entry.made is not None:
+        kernel = reshaped(entry.made.kernel, entry.shape, shape)
+        return made_entry(entry.key, replace(entry.made, kernel=kernel))
+    if len(entry.chunks) == 1:
+        return replace(entry, shape=shape, chunks=(entry.chunks[0]._replace(box=full_box(shape)),))
+    chunks = []
+    for chunk in entry.chunks:
+        box = split_axes(chunk.box, entry.shape, shape)
+        if box is None:
+            raise UnsupportedCheckpointError(
+                f"{entry.key} {list(entry.shape)}: a rank's part, {chunk.box}, is cut across rows or columns that "
+                f"belong together (of {list(shape)}). Join the parts first: consolidate_safetensors_files(DIR, OUT, "
+                "{name: 1 for each tensor}) of torch.distributed.checkpoint._consolidate_hf_safetensors"
+            )
+        chunks.append(chunk._replace(box=box))
+    return replace(entry, shape=shape, chunks=tuple(chunks))
+
+
+def prove_equal(
+    files: Files, catalog: Catalog, bases: Mapping[str, Value], pairs: Iterable[tuple[str, str]]
+) -> None:
+    """Compare parameters that must repeat each other, a tile at a time."""
+    problems = []
+    with closing(BoxReader(files, catalog)) as reader:
+        for pair in pairs:
+            one, other = (
+                TargetTensor(name, bases[name].dtype, bases[name].shape, bases[name].sources) for name in pair
+            )
+            tile = _first_difference(reader, one, other)
+            if tile is not None:
+                problems.append(f"{other.key} differs from {one.key} at {tile}")
+    raise_if(
+        problems,
+        MappingError,
+        "weights that share their values by config.json (tie_word_embeddings, copies in prediction layers) are "
+        "stored with different ones",
+    )
+
+
+def _first_difference(reader: BoxReader, one: TargetTensor, other: TargetTensor) -> Box | None:
+    whole = Box((0,) * len(one.shape), one.shape)
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return whole
+    for tile in row_major_tiles(whole, TILE_ELEMS):
+        a, b = reader.read(one, tile), reader.read(other, tile)
+        if a.tobytes() != b.tobytes():
+            return tile
+    return None
+
+
+def shifted_norms(
+    files: Files, catalog: Catalog, tensors: Iterable[TargetTensor], offsets: Mapping[str, float]
+) -> tuple[dict[str, bytes], list[str]]:
+    """The bytes of the norms that a number of `offsets` is added to, and what rounding did to their elements.
+
+    The sum is made in float32 and rounded once, to the tensor's type. An element is changed
+    if the result does not give it back.
+    """
+    data, changed, elements = dict[str, bytes](), dict[str, int](), 0
+    for tensor in tensors:
+        if tensor.key not in offsets:
+            continue
+        offset = np.float32(offsets[tensor.key])
+        exact = read_proven(files, catalog, replace(tensor, dtype="float32"))
+        moved = (exact + offset).view(raw_dtype("float32"))
+        bits, _ = cast_checked(moved, "float32", tensor.dtype, tensor.key, (0,) * len(tensor.shape))
+        shifted = bits.view(numpy_dtype(tensor.dtype))
+        data[tensor.key] = shifted.tobytes()
+        elements += prod(tensor.shape)
+        if lost := int((cast(shifted, tensor.dtype, "float32") - offset != exact).sum()):
+            changed[tensor.key] = lost
+    if not offsets:
+        return data, []
+    note = (
+        f"{next(iter(offsets.values())):+g} was added to {len(offsets)} norms in float32 and rounded once: "
+    )
+    if not changed:
+        return data, [note + "every element can be recovered from the result"]
+    worst = max(changed, key=lambda key: changed[key])
+    return data, [
+        f"{note}{sum(changed.values()):,} of {elements:,} elements lost bits, most of them ({changed[worst]:,}) in "
+        f"{worst}"
+    ]

@@ -4,55 +4,56 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from ckpt_tools.commands.adapters.peft import merge_peft, peft_files
-from ckpt_tools.commands.convert.to_fsdp_dtensor import prepare_model
+from ckpt_tools.commands.convert.to_dtensors import prepare_model
 from ckpt_tools.commands.convert.to_torch_dist import write_torch_dist
 from ckpt_tools.commands.convert.version_2 import VERSION_2, for_version_2
 from ckpt_tools.commands.huggingface.export_source import check_tower, tower_alone
-from ckpt_tools.commands.huggingface.folder import families_with, read_config, unread_notes
-from ckpt_tools.commands.huggingface.tensors import (
+from ckpt_tools.commands.huggingface.folder import (
+    families_with,
     prove_equal,
+    read_config,
     refuse_adapters,
     seen_as,
     shifted_norms,
+    unread_notes,
     without_frequencies,
 )
 from ckpt_tools.commands.job.conversion import Conversion, Progress, RunOptions, Writer, convert
-from ckpt_tools.commands.job.opened import Opened
+from ckpt_tools.commands.job.opened import NO_STATE, Opened, closed_on_error
 from ckpt_tools.commands.job.outputs import in_root, refuse_overlap
-from ckpt_tools.commands.job.placements import Layout
+from ckpt_tools.commands.job.placements import Layout, TargetJob, said_tp
 from ckpt_tools.commands.job.report import ConversionReport
-from ckpt_tools.commands.job.target_job import TargetJob, said_tp
-from ckpt_tools.errors import CkptError, MappingError, UnsupportedCheckpointError, UsageError
+from ckpt_tools.errors import (
+    CkptError,
+    CorruptCheckpointError,
+    MappingError,
+    UnsupportedCheckpointError,
+    UsageError,
+)
 from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.locate.detect import MAX_DIGITS, RECORD_FILE, Location, locate
 from ckpt_tools.formats.locate.run_layouts import ForeignFormatError, snapshot_of
 from ckpt_tools.formats.pickle.unpickle import StandIn, TorchDtype, stand_in
-from ckpt_tools.formats.safetensors import read_safetensors_catalog
-from ckpt_tools.formats.storage.files import AnyPath, Files
-from ckpt_tools.formats.storage.joined_files import FilesBeside
+from ckpt_tools.formats.safetensors import read_safetensors_catalog, read_safetensors_header, refuse_pointers
+from ckpt_tools.formats.storage.files import AnyPath, Files, absent_folder, read_whole
+from ckpt_tools.formats.storage.joined_files import FilesBeside, joined_entry
 from ckpt_tools.formats.storage.open_files import open_files
+from ckpt_tools.formats.untrusted_documents import DocumentError, parse_json
 from ckpt_tools.megatron.fsdp_dtensor.fresh_optimizer import check_fresh, given_settings
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.huggingface.families.identify import family_of_config
-from ckpt_tools.megatron.huggingface.lora.peft import MERGE_WITH_PEFT
+from ckpt_tools.megatron.huggingface.lora import peft
 from ckpt_tools.megatron.huggingface.mapping.checks import Spec
 from ckpt_tools.megatron.huggingface.mapping.rules import Family
 from ckpt_tools.megatron.huggingface.mapping.targets import Imported, import_targets, shared_head
 from ckpt_tools.megatron.huggingface.quantization.quantized import dequantized
-from ckpt_tools.megatron.huggingface.vision.towers import (
-    TYPE,
-    imported_whole,
-    known_to_bridge,
-    language_tower,
-    left_out_notes,
-    mrope_notes,
-)
+from ckpt_tools.megatron.huggingface.vision import towers
 from ckpt_tools.megatron.huggingface.vision.vision_language import vision_language_types
 from ckpt_tools.megatron.keys import EXPERTS
 from ckpt_tools.megatron.names import BRIDGE, FUSED_FC1_NORM, fuse_local_norm
@@ -151,9 +152,10 @@ def completed(options: ImportOptions, config: Mapping[str, Any]) -> ImportOption
     fsdp, iteration = options.fsdp, options.iteration
     if _has_towers(options, config):
         if fsdp.dialect not in (None, BRIDGE):
+            kind = config[towers.TYPE]
             raise UsageError(
-                f"--target {fsdp.dialect}: Megatron-Bridge alone trains a {config[TYPE]} with its towers. Leave it "
-                "out, or import the language model alone (--tower language)"
+                f"--target {fsdp.dialect}: Megatron-Bridge alone trains a {kind} with its towers. Leave it out, or "
+                "import the language model alone (--tower language)"
             )
         fsdp = replace(fsdp, dialect=BRIDGE)
     if options.to == "fsdp_dtensor":
@@ -185,7 +187,7 @@ def read_huggingface(opened: Opened, options: ImportOptions) -> tuple[Imported, 
             f"--layer-spec local: Megatron builds the layers of {imported.family.architecture} of Transformer "
             "Engine's modules only, whatever --transformer-impl says; leave the option out"
         )
-    own = {key: Value(one.dtype, one.shape, (Source(key),)) for key, one in catalog.tensors.items()}
+    own = {key: one.value for key, one in catalog.tensors.items()}
     prove_equal(opened.files, catalog, own, imported.equal)
     dropped = (
         *(f"{key}: redundant" for key in imported.dropped),
@@ -202,13 +204,48 @@ def read_huggingface(opened: Opened, options: ImportOptions) -> tuple[Imported, 
     return imported, _model(seen, imported, common_state(imported, options, opened.location.path), options)
 
 
+def merge_peft(
+    base: Catalog, adapter: str, shared: tuple[str, str] | None, family: Family | None
+) -> peft.WithAdapter:
+    """The tensors of a model with those of the PEFT directory `adapter` added; `shared` and `family` as of
+    `with_adapter`.
+
+    Its files are named as among joined folders.
+    """
+    with closing(open_files(snapshot_of(adapter))) as files:
+        if not files.exists(peft.ADAPTER_CONFIG):
+            raise UnsupportedCheckpointError(_no_peft(adapter))
+        if not files.exists(peft.ADAPTER_WEIGHTS):
+            raise UnsupportedCheckpointError(
+                f"{adapter} has no {peft.ADAPTER_WEIGHTS}; save it with safe_serialization=True"
+            )
+        refuse_pointers(files, [peft.ADAPTER_CONFIG, peft.ADAPTER_WEIGHTS])
+        try:
+            settings = peft.read_peft_settings(parse_json(read_whole(files, peft.ADAPTER_CONFIG)))
+        except DocumentError as error:
+            raise CorruptCheckpointError(f"{files.location}/{peft.ADAPTER_CONFIG}: {error}") from error
+        stored = read_safetensors_header(files, peft.ADAPTER_WEIGHTS)
+        entries = {key: joined_entry(files, e, f"{key} of {adapter}") for key, e in stored.items()}
+    return peft.with_adapter(base, Catalog(files.location, entries, {}), settings, shared, family)
+
+
+def _no_peft(adapter: str) -> str:
+    """Why nothing is found there."""
+    place = Path(adapter.removeprefix("file://"))
+    if "://" not in adapter.removeprefix("file://") and not place.is_dir():
+        if place.exists():
+            return f"{adapter} is a file; give the PEFT directory ({place.parent})"
+        return absent_folder(place)
+    return f"{adapter} is not a PEFT directory: it has no {peft.ADAPTER_CONFIG}"
+
+
 def _shared_head(
     specs: Mapping[str, Spec], config: Mapping[str, Any], options: ImportOptions
 ) -> tuple[str, str] | None:
     """The names in the directory of embedding and head where these are one weight."""
     if not _has_towers(options, config):
         return shared_head(config, specs, families_with(options.rules, config))
-    tower = language_tower(config, specs)
+    tower = towers.language_tower(config, specs)
     found = shared_head(tower.config, tower.names, tower.families(families_with(None)))
     return found and (tower.name_of(found[0]), tower.name_of(found[1]))
 
@@ -243,19 +280,25 @@ def _read_tensors(
     if options.tower is None and not _has_towers(options, config):
         return _Read(catalog, read(specs, config, families=families_with(options.rules, config)))
     if options.tower is None:
-        known_to_bridge(config)
+        towers.known_to_bridge(config)
     catalog, named, tower = tower_alone(catalog, specs, config)
     families = tower.families(families_with(options.rules, tower.config))
     imported = read(named, tower.config, families=families)
     if options.tower is None:
-        whole = imported_whole(imported, config, tower, specs, options.dtype)
-        return _Read(catalog, whole, notes=(f"for Megatron-Bridge, which alone trains a {config[TYPE]}",))
-    return _Read(catalog, imported, tower.others, (*left_out_notes(tower), *mrope_notes(config)))
+        whole = towers.imported_whole(imported, config, tower, specs, options.dtype)
+        return _Read(
+            catalog, whole, notes=(f"for Megatron-Bridge, which alone trains a {config[towers.TYPE]}",)
+        )
+    return _Read(
+        catalog, imported, tower.others, (*towers.left_out_notes(tower), *towers.mrope_notes(config))
+    )
 
 
 def _has_towers(options: ImportOptions, config: Mapping[str, Any]) -> bool:
     """Whether the model is imported as a vision-language model with all its parts."""
-    return options.tower is None and options.rules is None and config.get(TYPE) in vision_language_types()
+    return (
+        options.tower is None and options.rules is None and config.get(towers.TYPE) in vision_language_types()
+    )
 
 
 def _with_offsets(files: Files, catalog: Catalog, imported: Imported) -> tuple[Catalog, Imported, list[str]]:
@@ -298,7 +341,7 @@ def _check_options(options: ImportOptions) -> None:
     check_tower(options.tower)
     if options.tower is not None and options.adapter is not None:
         raise UsageError(
-            f"--adapter together with --tower: merge it into the whole model first: {MERGE_WITH_PEFT}"
+            f"--adapter together with --tower: merge it into the whole model first: {peft.MERGE_WITH_PEFT}"
         )
     rows, fsdp = options.vocab_size_padded, options.fsdp
     if rows is not None and rows < 1:
@@ -363,21 +406,20 @@ def _local_name(name: str, has_mla: bool) -> str:
 def _open(source: str, options: ImportOptions) -> Opened:
     folder = snapshot_of(source)
     files = open_files(folder)
-    try:
-        catalog = read_safetensors_catalog(folder)
-    except BaseException as error:
-        files.close()
-        if isinstance(error, UnsupportedCheckpointError):
+    with closed_on_error(files):
+        try:
+            catalog = read_safetensors_catalog(folder)
+        except UnsupportedCheckpointError:
             try:
                 locate(folder)
             except ForeignFormatError:  # another program's files, which it makes a model of
                 raise
             except CkptError:
                 pass
-        raise
+            raise
     if options.adapter is not None:
-        files = FilesBeside(files, [peft_files(options.adapter)])
-    return Opened(Location("safetensors", folder), files, catalog, CommonState({}, None))
+        files = FilesBeside(files, [open_files(snapshot_of(options.adapter))])
+    return Opened(Location("safetensors", folder), files, catalog, NO_STATE)
 
 
 def _place(source: str, location: Location, output: str, options: ImportOptions) -> Output:

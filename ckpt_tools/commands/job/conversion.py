@@ -16,19 +16,14 @@ from typing import Generic, NamedTuple, TypeVar
 
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
 from ckpt_tools.commands.job.outputs import choose_output
-from ckpt_tools.commands.job.placements import Layout, LiveModel, lay_out, place_model
+from ckpt_tools.commands.job.placements import Layout, LiveModel, TargetJob, lay_out, place_model
 from ckpt_tools.commands.job.report import ConversionReport, Edits, Masters, MastersUse
-from ckpt_tools.commands.job.target_job import TargetJob
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError, VerificationError
 from ckpt_tools.execute.move.read_box import read_box
 from ckpt_tools.execute.processes.meeting import connect
 from ckpt_tools.execute.processes.ranks import Ranks
 from ckpt_tools.execute.processes.team import with_workers
-from ckpt_tools.execute.proof.masters import (
-    MastersReport,
-    compare_shared,
-    refuse_masters,
-)
+from ckpt_tools.execute.proof.masters import compare_shared, refuse_masters
 from ckpt_tools.execute.proof.prove_source import prove_payloads
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, rehearse, write_checkpoint
 from ckpt_tools.formats.locate.detect import Location
@@ -198,12 +193,7 @@ def convert(
     progress: Progress | None = None,
     dry_run: bool = False,
 ) -> ConversionReport:
-    """Make what `writer` makes of the checkpoint at `source`, and publish it at `output`; called on every rank.
-
-    Raises the errors of the writer, of the proofs, of `rehearse` and of `write_checkpoint`, and:
-        UnsupportedCheckpointError: a Hugging Face model, which `import-hf` takes.
-        CorruptCheckpointError: facts of the source contradict each other, since payloads are damaged.
-    """
+    """Make what `writer` makes of the checkpoint at `source`, and publish it at `output`; called on every rank."""
     source, output = path_text(source), path_text(output)
     with writer.open(source, options) as opened:
         if opened.location.kind == "safetensors" and writer.imported_as is not None:
@@ -225,9 +215,8 @@ def convert(
             conversion = _linked(conversion, opened, options)  # it may be another now
             written = None
             if not dry_run:
-                written_too = (
-                    conversion.target.tensors if conversion.to != "hf" else ()
-                )  # which keeps no masters
+                # A Hugging Face model keeps no masters.
+                written_too = conversion.target.tensors if conversion.to != "hf" else ()
                 written = write_checkpoint(
                     conversion.plan,
                     opened.files,
@@ -268,9 +257,8 @@ def _plan(writer: Writer[AnyOptions], opened: Opened, options: AnyOptions, ranks
             return writer.plan(opened, options, ranks.world)
     except VerificationError:
         if options.write.check_source != "none":
-            share = [*opened.catalog.tensors, *opened.catalog.objects][ranks.rank :: ranks.world]
-            threads = options.write.threads
-            ranks.together(lambda: prove_payloads(opened.files, opened.catalog, share, threads))
+            keys = [*opened.catalog.tensors, *opened.catalog.objects]
+            _prove_shared(opened.files, opened.catalog, keys, ranks, options.write.threads)
         raise
 
 
@@ -337,44 +325,21 @@ def with_note(conversion: Conversion, note: str) -> Conversion:
 
 def _prove_masters(opened: Opened, conversion: Conversion, options: WriteOptions, ranks: Ranks) -> Masters:
     """Every master rounds to its stored weight; the ranks share them out."""
-    mode = conversion.check_masters
-    if mode == "none" or not conversion.must_round:
+    mode, must_round = conversion.check_masters, conversion.must_round
+    if mode == "none" or not must_round:
         return Masters(conversion.masters)
-    found = prove_rounding(
-        opened.files,
-        conversion.catalog,
-        conversion.must_round,
-        mode,
-        options,
-        ranks,
-        conversion.fp8_recipe,
-        conversion.advice,
-    )
-    return Masters(conversion.masters, mode, found)
-
-
-def prove_rounding(
-    files: Files,
-    catalog: Catalog,
-    must_round: Sequence[TargetTensor],
-    level: CheckLevel,
-    options: WriteOptions,
-    ranks: Ranks,
-    fp8_recipe: str | None = None,
-    advice: str | None = None,
-) -> MastersReport:
-    """What the ranks compared, each its share. Raises as `check_masters`, and:
-
-    CorruptCheckpointError: some do not round, as payloads are damaged.
-    """
-    threads = options.threads
-    report, problems = compare_shared(files, catalog, must_round, level, ranks, threads, fp8_recipe)
+    files, catalog, threads = opened.files, conversion.catalog, options.threads
+    report, problems = compare_shared(files, catalog, must_round, mode, ranks, threads, conversion.fp8_recipe)
     if problems and options.check_source != "none":
         keys = sorted({s.key for t in must_round for s in (*t.sources, *t.must_round_to)})
-        share = keys[ranks.rank :: ranks.world]
-        ranks.together(lambda: prove_payloads(files, catalog, share, threads))
-    refuse_masters(problems, advice)
-    return report
+        _prove_shared(files, catalog, keys, ranks, threads)
+    refuse_masters(problems, conversion.advice)
+    return Masters(conversion.masters, mode, report)
+
+
+def _prove_shared(files: Files, catalog: Catalog, keys: Sequence[str], ranks: Ranks, threads: int) -> None:
+    share = keys[ranks.rank :: ranks.world]
+    ranks.together(lambda: prove_payloads(files, catalog, share, threads))
 
 
 def _report(

@@ -111,11 +111,7 @@ def all_iterations(source: str) -> tuple[list[int | None], int | None]:
 
 
 def every_iteration(source: str) -> tuple[list[str], list[int]]:
-    """The folders of all iterations of a run's root, its latest last; and the newest, if its job still writes it.
-
-    Raises as `all_iterations`, and:
-        UnsupportedCheckpointError: none is finished.
-    """
+    """The folders of all iterations of a run's root, its latest last; and the newest, if its job still writes it."""
     numbers, _ = all_iterations(source)
     with closing(open_files(source)) as files:
         names = {number: name for name, number in iteration_folders(files.list())}
@@ -127,11 +123,7 @@ def every_iteration(source: str) -> tuple[list[str], list[int]]:
 
 
 def last_iterations(source: str, count: int) -> list[str]:
-    """The folders of the last `count` finished iterations of a run's root, in their order.
-
-    Raises as `every_iteration`, and:
-        UsageError: there are fewer.
-    """
+    """The folders of the last `count` finished iterations of a run's root, in their order."""
     folders = [folder for folder in every_iteration(source)[0] if not folder.endswith(f"/{RELEASE}")]
     if len(folders) < count:
         raise UsageError(
@@ -165,15 +157,8 @@ def is_being_written(source: str, number: int | None) -> bool:
 def holds(source: str, output: str, number: int, kinds: tuple[CheckpointKind, ...]) -> bool:
     """Whether the root `output` holds this iteration of `source`, as one of these kinds (empty: the source's)."""
     try:
-        return is_there(output, number, *(kinds or (locate(source, number).kind,)))
-    except CkptError:
-        return False
-
-
-def is_there(output: str, number: int, *kinds: CheckpointKind) -> bool:
-    """Whether the root `output` holds a whole checkpoint of this iteration, of one of these kinds."""
-    try:
-        return locate(path_in(output, iteration_folder(number))).kind in kinds
+        there = locate(path_in(output, iteration_folder(number))).kind
+        return there in (kinds or (locate(source, number).kind,))
     except CkptError:
         return False
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ckpt_tools.formats.dcp.metadata_read import read_catalog
@@ -16,6 +17,8 @@ from ckpt_tools.megatron.run_state.common_state import CommonState, read_common_
 from ckpt_tools.megatron.run_state.record import read_record
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.roles import Role
+
+NO_STATE = CommonState({}, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +59,28 @@ def open_checkpoint(
     `of_run` is that of `locate`.
 
     Warns of files that are not read, and if the folder's number is not the iteration in the common state.
-
-    Raises the errors of `locate`, `read_catalog` and `read_common_state`.
     """
     location = locate(path, iteration, of_run)
     for line in location.left_out:
         warnings.warn(f"not read: {line}", stacklevel=2)
     files = open_files(location.path)
-    try:
+    with closed_on_error(files):
         if location.kind == "safetensors":
-            return Opened(location, files, read_safetensors_catalog(location.path), CommonState({}, None))
+            return Opened(location, files, read_safetensors_catalog(location.path), NO_STATE)
         catalog = read_catalog(files, trust_pickle)
-        nothing = CommonState({}, None)
-        common = read_common_state(files, catalog, trust_pickle) if with_common else nothing
+        common = read_common_state(files, catalog, trust_pickle) if with_common else NO_STATE
         read_record(files)  # a damaged one ends every command
         if location.has_metadata_json:
             refuse_metadata_json(files, catalog.tensors)
         warn_of_iteration(location, common)
         return Opened(location, files, catalog, common, trust_pickle)
+
+
+@contextmanager
+def closed_on_error(files: Files) -> Iterator[None]:
+    """Closes files that what is made of them was to keep open."""
+    try:
+        yield
     except BaseException:
         files.close()
         raise
@@ -84,9 +91,8 @@ def warn_of_iteration(location: Location, common: CommonState) -> None:
     named, stored = location.iteration, common.iteration
     if named is None or stored is None or named == stored:
         return
-    from ckpt_tools.verify.checkpoint.place import (
-        number_fix,  # who only reads needs nothing else of the verify room
-    )
+    # Who only reads needs nothing else of the verify room.
+    from ckpt_tools.verify.checkpoint.place import number_fix
 
     fix = number_fix(location, stored)
     warnings.warn(

@@ -19,8 +19,7 @@ from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.choices import LayerSpec
 from ckpt_tools.model.model import Model, Parameter
 from ckpt_tools.model.roles import MASTER
-from ckpt_tools.model.target import TargetTensor
-from ckpt_tools.model.views import Source
+from ckpt_tools.model.target import TargetTensor, rounding_target
 
 if TYPE_CHECKING:
     from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import Share
@@ -57,10 +56,7 @@ def read_beside_masters(
 ) -> Model:
     """The model for who takes its stored weights and leaves out the masters that these must be the rounding of.
 
-    Masters that cannot be read are not there, and `Model.unread` says why. Raises as `read_model`, and:
-
-    VerificationError: masters that content alone tells apart are not those of the weights.
-    CorruptCheckpointError: so it is, as payloads are damaged.
+    Masters that cannot be read are not there, and `Model.unread` says why.
     """
     try:
         return read_model(opened, replace(wanted, optimizer="proven masters", workers=write.workers))
@@ -129,15 +125,7 @@ def _dcp(opened: Opened, wanted: Wanted) -> Model:
     from ckpt_tools.megatron.dcp.read import dcp_model
 
     def rounds(catalog: Catalog, weight: str, master: str) -> bool:
-        entry, into = catalog.tensors[master], catalog.tensors[weight]
-        target = TargetTensor(
-            master,
-            entry.dtype,
-            entry.shape,
-            (Source(master),),
-            must_round_to=(Source(weight),),
-            must_round_dtype=into.dtype,
-        )
+        target = rounding_target(master, catalog.tensors[master].value, catalog.tensors[weight].value)
         return not compare_masters(opened.files, catalog, [target], "all")[1]
 
     return dcp_model(
@@ -160,14 +148,6 @@ READ: Mapping[str, Callable[[Opened, Wanted], Model]] = {
 }
 
 
-def need_torch_dist(opened: Opened) -> None:
-    """Raise UnsupportedCheckpointError if the checkpoint is of another kind."""
-    if opened.location.kind != "torch_dist":
-        raise UnsupportedCheckpointError(
-            f"{opened.location.path} is {opened.format.described}, not a torch_dist checkpoint"
-        )
-
-
 def keeps_masters(model: Model) -> bool:
     """Whether fp32 masters are stored in the place of some weights."""
     return any(map(is_master, model.parameters))
@@ -181,14 +161,7 @@ def is_master(parameter: Parameter) -> bool:
 def master_targets(model: Model) -> list[TargetTensor]:
     """The fp32 master of every parameter that has one, with the stored weight it must round to."""
     return [
-        TargetTensor(
-            p.name if p.expert is None else f"{p.name} of expert {p.expert}",
-            p.main.dtype,
-            p.shape,
-            p.main.sources,
-            must_round_to=p.weight.sources,
-            must_round_dtype=p.weight.dtype,
-        )
+        rounding_target(p.name if p.expert is None else f"{p.name} of expert {p.expert}", p.main, p.weight)
         for p in model.parameters
         if MASTER in p.values
     ]

@@ -10,11 +10,16 @@ checkpoints, Hugging Face models. An index reads the box that it needs, a slice 
 Arrays have numpy's types. Elements of types that numpy lacks (bfloat16, 8-bit floats) have those of `ml_dtypes` where
 that package is installed, else they are float32, which holds all their values. Payloads are not proven against their
 checksums here; `verify --content` does that.
+
+`print-tensor` prints a stored tensor or object, or a parameter; only the part that is asked for is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +28,8 @@ import numpy as np
 from ckpt_tools.close_names import close_names
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
 from ckpt_tools.commands.job.read_model import Wanted, read_model
-from ckpt_tools.errors import NoSuchKeyError
+from ckpt_tools.commands.look.dcp_json import json_value
+from ckpt_tools.errors import CkptError, MappingError, NoSuchKeyError, UsageError
 from ckpt_tools.execute.move.read_box import BoxReader
 from ckpt_tools.execute.move.source_reader import index_of
 from ckpt_tools.formats.storage.files import AnyPath, path_text
@@ -31,15 +37,164 @@ from ckpt_tools.formats.torch_archive.item_reader import load_object
 from ckpt_tools.megatron.keys import one_expert
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog
-from ckpt_tools.model.dtypes import itemsize
-from ckpt_tools.model.kernels.casts import Array, bfloat16_to_float32, numpy_dtype
+from ckpt_tools.model.dtypes import CASTABLE, itemsize
+from ckpt_tools.model.kernels.casts import Array, bfloat16_to_float32, numpy_dtype, raw_dtype
 from ckpt_tools.model.kernels.kernel import MINIFLOATS, minifloat_values
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.model import Parameter as ModelParameter
-from ckpt_tools.model.target import TargetTensor
-from ckpt_tools.model.views import Source
+from ckpt_tools.model.target import TargetTensor, target_of
 from ckpt_tools.plan.byte_runs import row_major_tiles
-from ckpt_tools.verify.content.values import decoded
+from ckpt_tools.verify.compare.arrays import to_float64
+from ckpt_tools.verify.content.values import Statistics, decoded
+
+MAX_SHOWN = 1000  # elements, unless a slice is asked for
+_TILE_BYTES = 4 << 20
+_PART = re.compile(r"\s*(?:(-?\d+)|(-?\d*)\s*:\s*(-?\d*))\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Printed:
+    """A tensor (or the value of an object, with `dtype` None) and what was read of it."""
+
+    checkpoint: str  # its folder
+    key: str
+    dtype: str | None
+    shape: tuple[int, ...] = ()
+    box: Box | None = None  # that `values` cover; None: no values were read
+    values: Any = None  # nested lists, or the object's value in JSON's types
+    chunks: tuple[tuple[Box, str], ...] = ()  # and the file of each
+    statistics: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """In JSON's types; numbers that JSON has not become text."""
+        return {
+            "schema_version": 1,
+            "checkpoint": self.checkpoint,
+            "key": self.key,
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "chunks": [{"start": box.start, "size": box.size, "file": file} for box, file in self.chunks],
+            "shown": None if self.box is None else {"start": self.box.start, "size": self.box.size},
+            "values": json_value(self.values),
+            "statistics": json_value(dict(self.statistics)),
+        }
+
+
+def print_tensor(
+    source: AnyPath,
+    key: str,
+    part: str | None = None,
+    stats: bool = False,
+    iteration: int | None = None,
+    trust_pickle: bool = False,
+    role: str | None = None,
+) -> Printed:
+    """The tensor or object stored under `key`, or the parameter of that name (see `Checkpoint.parameters`).
+
+    Args:
+        role: of a parameter, `exp_avg` for example; None: its master, else its weight.
+        part: indices as numpy writes them, `0:2, :, 3`; None shows all of a tensor of up to 1,000 elements and the
+            corner of a larger one.
+        stats: count NaNs and so on over the whole tensor (or the part), tile by tile.
+
+    Raises:
+        MappingError: there is no such key, no such parameter, or it has no such role.
+        UsageError: `part` does not fit the shape.
+    """
+    source = path_text(source)
+    with open_checkpoint(source, iteration, trust_pickle) as opened:
+        catalog, chunks = opened.catalog, tuple[tuple[Box, str], ...]()
+        if key in catalog.objects:
+            if part is not None:
+                raise UsageError(f"{key} is an object, not a tensor; --slice does not apply")
+            value = load_object(opened.files, catalog.objects[key].item, trust_pickle)
+            return Printed(opened.location.path, key, None, values=json_value(value))
+        entry = catalog.tensors.get(key)
+        if entry is None or role is not None:
+            target, catalog = _parameter(opened, key, role)
+        else:
+            target = target_of(key, entry.value)
+            chunks = tuple((box, item.file) for box, item in entry.chunks)
+        dtype, shape = target.dtype, target.shape
+        box, indexed = (_corner(shape), ()) if part is None else parse_slice(part, shape)
+        with closing(BoxReader(opened.files, catalog)) as reader:
+            read, found = reader.tensor(target), Statistics()
+            values = read(box)
+            if dtype in CASTABLE:  # others are shown by their bits
+                values = to_float64(values.view(raw_dtype(dtype)), dtype)
+            over = full_box(shape) if part is None else box
+            for tile in row_major_tiles(over, _TILE_BYTES // itemsize(dtype)) if stats else ():
+                if not tile.is_empty:
+                    found.add(read(tile).view(raw_dtype(dtype)), dtype)
+        lists, statistics = values.squeeze(indexed).tolist(), found.summary() if stats else {}
+        return Printed(opened.location.path, target.key, dtype, shape, box, lists, chunks, statistics)
+
+
+def _parameter(opened: Opened, name: str, role: str | None) -> tuple[TargetTensor, Catalog]:
+    """A value of a parameter of the model, and the catalog that has its sources."""
+    keys = [*opened.catalog.tensors, *opened.catalog.objects]
+    try:
+        model = read_model(opened, Wanted(unknown_keys=True))
+    except CkptError:
+        raise MappingError(_no_such_key(name, keys)) from None
+    by_name = _by_name(model)
+    parameter = by_name.get(name)
+    if parameter is None:
+        raise MappingError(_no_such_key(name, [*keys, *by_name]))
+    values = parameter.values
+    wanted = role or ("master" if "master" in values else "weight")
+    value = values.get(wanted)
+    if value is None:
+        raise MappingError(f"{name} has no {wanted}, only {', '.join(values)}")
+    return target_of(f"{name} ({wanted})", value), model.catalog
+
+
+def _by_name(model: Model) -> dict[str, ModelParameter]:
+    return {one_expert(p.name, p.expert): p for p in model.parameters}
+
+
+def parse_slice(text: str, shape: Sequence[int]) -> tuple[Box, tuple[int, ...]]:
+    """The box that `0:2, :, 3` shows of a tensor of `shape`, and the dimensions with an index, which numpy drops.
+
+    Dimensions that are not named are taken whole.
+    """
+    parts = text.strip("[] ").split(",") if text.strip("[] ") else []
+    if len(parts) > len(shape):
+        raise UsageError(f"--slice {text!r} has {len(parts)} parts, but the shape is {tuple(shape)}")
+    start, size, indexed = [0] * len(shape), list(shape), list[int]()
+    for d, part in enumerate(parts):
+        match = _PART.fullmatch(part)
+        if match is None:
+            raise UsageError(f"--slice {text!r}: {part.strip()!r} is neither an index nor a range like 0:2")
+        if match[1] is not None:
+            index = int(match[1]) + (shape[d] if int(match[1]) < 0 else 0)
+            if not 0 <= index < shape[d]:
+                raise UsageError(
+                    f"--slice {text!r}: index {match[1]} is outside of dimension {d}, which has {shape[d]}"
+                )
+            start[d], size[d] = index, 1
+            indexed.append(d)
+        else:
+            ends = (int(match[i]) if match[i] else None for i in (2, 3))
+            low, high, _ = slice(*ends).indices(shape[d])
+            start[d], size[d] = low, max(high - low, 0)
+    return Box(tuple(start), tuple(size)), tuple(indexed)
+
+
+def _corner(shape: tuple[int, ...]) -> Box:
+    """All of a small tensor, else its first elements along every dimension."""
+    size = list(shape)
+    while full_box(size).volume > MAX_SHOWN:
+        d = max(range(len(size)), key=lambda d: size[d])
+        size[d] = max(size[d] // 2, 1)
+    return full_box(size)
+
+
+def _no_such_key(key: str, keys: Sequence[str]) -> str:
+    close = close_names(key, keys)
+    hint = f" Did you mean {', '.join(close)}?" if close else " `inspect` lists the keys."
+    return f"no tensor or object is stored under {key!r}.{hint}"
+
 
 _TILE_ELEMS = 1 << 22  # read at a time: what is computed needs several arrays of a tile
 
@@ -164,16 +319,12 @@ def _in_numpy(values: Array, dtype: str) -> Array:
     try:
         import ml_dtypes
     except ImportError:
-        return _as_float32(values, dtype)
+        if dtype == "bfloat16":
+            return bfloat16_to_float32(values)
+        if dtype in MINIFLOATS:
+            return minifloat_values(dtype)[values]
+        return decoded(values.reshape(-1), dtype).astype(np.float32).reshape(values.shape)
     return values.view(np.dtype(getattr(ml_dtypes, dtype)))
-
-
-def _as_float32(values: Array, dtype: str) -> Array:
-    if dtype == "bfloat16":
-        return bfloat16_to_float32(values)
-    if dtype in MINIFLOATS:
-        return minifloat_values(dtype)[values]
-    return decoded(values.reshape(-1), dtype).astype(np.float32).reshape(values.shape)
 
 
 class Parameter:
@@ -205,9 +356,7 @@ class Parameter:
         value = self._parameter.values.get(role)
         if value is None:
             raise NoSuchKeyError(f"{self.name} has no {role}, only {', '.join(self.roles)}")
-        key = f"{self.name}, {role}"
-        target = TargetTensor(key, value.dtype, value.shape, value.sources, zero_filled=value.zero_filled)
-        return Tensor(self._reader, target)
+        return Tensor(self._reader, target_of(f"{self.name}, {role}", value))
 
     def __getattr__(self, role: str) -> Tensor:
         if role.startswith("_"):
@@ -226,7 +375,7 @@ class Parameters(Mapping[str, Parameter]):
 
     def __init__(self, reader: BoxReader, model: Model) -> None:
         self._reader = reader
-        self._by_name = {one_expert(p.name, p.expert): p for p in model.parameters}
+        self._by_name = _by_name(model)
 
     def __getitem__(self, name: str) -> Parameter:
         _check_text(name, "names", "decoder.final_layernorm.weight")
@@ -286,7 +435,7 @@ class Checkpoint(Mapping[str, Any]):
         catalog = self._opened.catalog
         entry = catalog.tensors.get(key)
         if entry is not None:
-            return Tensor(self._reader, TargetTensor(key, entry.dtype, entry.shape, (Source(key),)))
+            return Tensor(self._reader, target_of(key, entry.value))
         stored = catalog.objects.get(key)
         if stored is None:
             raise _absent("tensor or object", key, [*catalog.tensors, *catalog.objects])

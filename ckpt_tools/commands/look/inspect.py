@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.close_names import unmatched_lines
 from ckpt_tools.commands.job.opened import open_checkpoint
-from ckpt_tools.commands.look.read_values import json_value
-from ckpt_tools.errors import UsageError, list_problems
+from ckpt_tools.commands.look.dcp_json import json_value
+from ckpt_tools.errors import UsageError, raise_if
 from ckpt_tools.formats.locate.detect import Location
 from ckpt_tools.formats.storage.files import AnyPath, path_text
 from ckpt_tools.megatron.dcp.state_dict import StateDict, is_megatron, read_state_dict
@@ -181,8 +181,8 @@ def inspect_checkpoint(
     with open_checkpoint(path, iteration, trust_pickle) as opened:
         location, catalog, common = opened.location, opened.catalog, opened.common
     idle = unmatched_lines("--keys", keys, (*catalog.tensors, *catalog.objects))
-    if keys and len(idle) == len(set(keys)):  # an empty listing would be the answer
-        raise UsageError(f"nothing to list of {catalog.root}:\n{list_problems(idle)}", idle)
+    if len(idle) == len(set(keys)):  # an empty listing would be the answer
+        raise_if(idle, UsageError, f"nothing to list of {catalog.root}")
     roles = opened.roles()
     rows = tuple(  # one pass: the chunks of a very large catalog are decoded as they are looked at
         TensorRow(key, entry.dtype, entry.shape, len(entry.chunks), entry.nbytes, roles[key])

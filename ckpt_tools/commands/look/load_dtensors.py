@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ckpt_tools.commands.convert.to_fsdp_dtensor import prepare_output
+from ckpt_tools.commands.convert.to_dtensors import prepare_output
 from ckpt_tools.commands.job.conversion import ConvertOptions, Prepared
 from ckpt_tools.commands.job.opened import open_checkpoint
 from ckpt_tools.commands.job.placements import Layout, in_reading_order, place_model
@@ -92,8 +93,8 @@ def load_dtensors(
         core = place_model(prepared.live_model(), Layout(layout, topology))
         check_rank_masters(opened.files, prepared, wanted, _rank(mesh), mesh.size())
         proof = None if wanted.write.check_source == "none" else SourceProof()
-        reader = BoxReader(opened.files, prepared.catalog, proof)
-        return _load(prepared, core, _rank(mesh), _meshes(mesh, topology), reader)
+        with closing(BoxReader(opened.files, prepared.catalog, proof)) as reader:
+            return _load(prepared, core, _rank(mesh), _meshes(mesh, topology), reader)
 
 
 def check_rank_masters(
@@ -185,19 +186,16 @@ def _load(
     tensors: dict[str, torch.Tensor] = {
         t.key: inline_tensor(t) for t in prepared.target.inline if parameter_name(t.key) not in elsewhere
     }
-    try:
-        for target in in_reading_order(prepared.target, core.names()).tensors:
-            parameter = owner.get(target.parameter)
-            if parameter_name(target.key) in elsewhere or target.key.startswith(KEPT):
-                continue
-            if parameter is None or parameter.buffer:
-                tensors[target.key] = to_torch(reader.read(target, full_box(target.shape)), target.dtype)
-            else:
-                box = held[target.parameter]
-                local = to_torch(reader.read(target, box), target.dtype)
-                tensors[target.key] = _dtensor(target, parameter, box, local, core, meshes)
-    finally:
-        reader.close()
+    for target in in_reading_order(prepared.target, core.names()).tensors:
+        parameter = owner.get(target.parameter)
+        if parameter_name(target.key) in elsewhere or target.key.startswith(KEPT):
+            continue
+        if parameter is None or parameter.buffer:
+            tensors[target.key] = to_torch(reader.read(target, full_box(target.shape)), target.dtype)
+        else:
+            box = held[target.parameter]
+            local = to_torch(reader.read(target, box), target.dtype)
+            tensors[target.key] = _dtensor(target, parameter, box, local, core, meshes)
     return tensors
 
 

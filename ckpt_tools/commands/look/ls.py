@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +100,9 @@ def list_run(root: AnyPath, trust_pickle: bool = False) -> RunListing:
         try:
             location = locate(root)
         except UnsupportedCheckpointError:
-            runs = runs_in(root)
+            with closing(open_files(root)) as files:  # which is looked at and not walked through
+                folders = [name for name in files.list() if not name.startswith(".")]
+            runs = tuple(run for name in folders if (run := _run(name, path_in(root, name))) is not None)
             if not runs:
                 raise
             return RunListing(root, (), {}, None, runs=runs)
@@ -118,17 +121,6 @@ def list_run(root: AnyPath, trust_pickle: bool = False) -> RunListing:
         sizes_of = [n for file, n in sizes.items() if file.startswith(f"{name}/")]
         rows.append(IterationRow(name, number, INCOMPLETE, why, sum(sizes_of), len(sizes_of)))
     return RunListing(root, tuple(rows), others_in(sizes, {*names, *unfinished}), latest, note)
-
-
-def runs_in(root: str) -> tuple[RunRow, ...]:
-    """The runs and checkpoints in a folder of them, which is looked at and not walked through."""
-    files = open_files(root)
-    try:
-        names = files.list()
-    finally:
-        files.close()
-    found = (_run(name, path_in(root, name)) for name in names if not name.startswith("."))
-    return tuple(row for row in found if row is not None)
 
 
 def _run(name: str, path: str) -> RunRow | None:
@@ -150,11 +142,8 @@ def _run(name: str, path: str) -> RunRow | None:
 
 def iteration_names(root: str) -> dict[str, int | None]:
     """The iteration folders of a run's root with their numbers, in order; a release has none. {}: not a root."""
-    files = open_files(root)
-    try:
+    with closing(open_files(root)) as files:
         found = files.list()
-    finally:
-        files.close()
     numbered = sorted(iteration_folders(found), key=lambda pair: pair[1])
     release: dict[str, int | None] = {RELEASE: None} if RELEASE in found else {}
     return release | dict(numbered)

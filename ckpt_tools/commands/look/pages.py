@@ -8,7 +8,7 @@ small one. Without scripts the page still shows the summary.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape as escape_html
 from pathlib import Path
 from typing import Any
@@ -45,13 +45,15 @@ def page(title: str, body: str, style: str = "", script: str = "") -> str:
     )
 
 
-def table(columns: list[tuple[str, bool]], rows: list[list[str]], sick: frozenset[int] = frozenset()) -> str:
-    """A table of text cells; columns are (title, numbers, which stand to the right). Rows of `sick` are red."""
+def table(
+    columns: Sequence[tuple[str, bool]], rows: Sequence[Sequence[object]], sick: frozenset[int] = frozenset()
+) -> str:
+    """A table; columns are (title, numbers, which stand to the right). Rows of `sick` are red."""
     head = "".join(f"<th{' class=n' if right else ''}>{safe(title)}</th>" for title, right in columns)
     body = "\n".join(
         f"<tr{' class=sick' if number in sick else ''}>"
         + "".join(
-            f"<td{' class=n' if right else ' class=wrap' if i == 0 else ''}>{safe(cell)}</td>"
+            f"<td{' class=n' if right else ' class=wrap' if i == 0 else ''}>{_cell(cell)}</td>"
             for i, (cell, (_, right)) in enumerate(zip(row, columns, strict=True))
         )
         + "</tr>"
@@ -60,6 +62,10 @@ def table(columns: list[tuple[str, bool]], rows: list[list[str]], sick: frozense
     return (
         f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
     )
+
+
+def _cell(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else safe(str(value))
 
 
 _MOST_CHUNKS = 400_000  # in one page, some 12 MB; of tensors behind them only the number is given
@@ -83,10 +89,7 @@ def inspection_html(found: Inspection) -> str:
         shown["iteration"] = "release"
     shown |= {"parameters": f"{found.parameters:,}", **facts["parallel_sizes"], **facts["arguments"]}
     rows = [[name.replace("_", " "), str(value)] for name, value in shown.items() if value is not None]
-    totals = [
-        [role, dtype, f"{t.tensors:,}", f"{t.elements:,}", size(t.nbytes)]
-        for (role, dtype), t in found.totals.items()
-    ]
+    totals = [(*kind, t.tensors, t.elements, size(t.nbytes)) for kind, t in found.totals.items()]
     columns = [("role", False), ("dtype", False), ("tensors", True), ("elements", True), ("bytes", True)]
     data = json.dumps(_data(found), separators=(",", ":")).replace("<", "\\u003c")
     body = (

@@ -17,11 +17,11 @@ from math import prod
 from typing import Any, Generic
 
 from ckpt_tools.close_names import unmatched_lines
-from ckpt_tools.commands.check.sides import HUGGINGFACE, KEYS, PARAMETERS, DiffRequest, under_one_naming
+from ckpt_tools.commands.check.diff import HUGGINGFACE, KEYS, PARAMETERS, DiffRequest, under_one_naming
 from ckpt_tools.commands.huggingface.folder import CONFIG, read_config
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
 from ckpt_tools.commands.job.read_model import READ, Wanted, read_model
-from ckpt_tools.errors import NEVER_FINDINGS, CkptError, UsageError, list_problems
+from ckpt_tools.errors import NEVER_FINDINGS, CkptError, UsageError, raise_if
 from ckpt_tools.formats.storage.files import AnyPath, path_text
 from ckpt_tools.megatron.format import FORMATS
 from ckpt_tools.megatron.huggingface.quantization.quantized import SETTINGS, dequantized
@@ -31,8 +31,7 @@ from ckpt_tools.model.choices import StatsBy
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import MASTER, WEIGHT
-from ckpt_tools.model.target import TargetTensor
-from ckpt_tools.model.views import Source
+from ckpt_tools.model.target import TargetTensor, target_of
 from ckpt_tools.plain_data import plain
 from ckpt_tools.verify.compare.differences import DiffOptions, Side
 from ckpt_tools.verify.content.values import AnySums, Change, Statistics, measured
@@ -116,9 +115,7 @@ def _values(model: Model) -> Iterator[NamedTensor]:
     for parameter in model.parameters:
         part = part_of(parameter.name)
         for role, value in parameter.values.items():
-            tensor = TargetTensor(
-                parameter.name, value.dtype, value.shape, value.sources, zero_filled=value.zero_filled
-            )
+            tensor = target_of(parameter.name, value)
             stored = [key for source in value.sources for key in model.catalog.stored_keys(source.key)]
             keys = tuple(dict.fromkeys(stored))
             yield NamedTensor(parameter.name, part, role, tensor, parameter.expert, keys)
@@ -130,9 +127,8 @@ def _by_keys(opened: Opened) -> NamedTensors:
     roles, parameters = of.roles(catalog), of.parameters(catalog)
 
     def named(key: str, entry: TensorEntry) -> NamedTensor:
-        tensor = TargetTensor(key, entry.dtype, entry.shape, (Source(key),))
-        keys = tuple(dict.fromkeys(catalog.stored_keys(key)))
-        return NamedTensor(key, part_of(parameters.get(key, key)), roles[key], tensor, keys=keys)
+        part, keys = part_of(parameters.get(key, key)), tuple(dict.fromkeys(catalog.stored_keys(key)))
+        return NamedTensor(key, part, roles[key], target_of(key, entry.value), keys=keys)
 
     found = (named(key, entry) for key, entry in catalog.tensors.items() if key not in left_out)
     return NamedTensors(KEYS, catalog, in_layer_order(found), notes)
@@ -204,7 +200,19 @@ class _Sums(Generic[AnySums]):
                 {"layer": layer or None, "role": role, **plain(sums.summary())}
                 for (layer, role), sums in self.layers().items()
             ],
-            "tensors": [{**_described(t.named), **plain(t.found.summary())} for t in self.tensors],
+            "tensors": [
+                {
+                    "name": t.named.name,
+                    "expert": t.named.expert,
+                    "layer": t.named.part.label or None,
+                    "role": t.named.role,
+                    "dtype": t.named.tensor.dtype,
+                    "shape": list(t.named.tensor.shape),
+                    "keys": list(t.named.keys),
+                    **plain(t.found.summary()),
+                }
+                for t in self.tensors
+            ],
         }
 
 
@@ -429,8 +437,7 @@ def _chosen(tensors: Sequence[NamedTensor], options: StatsOptions) -> list[Named
     ]
     if not wrong and not chosen:
         wrong = ["the checkpoint holds no tensor that is asked for"]
-    if wrong:
-        raise UsageError(f"nothing to measure:\n{list_problems(wrong)}", wrong)
+    raise_if(wrong, UsageError, "nothing to measure")
     return chosen
 
 
@@ -462,15 +469,3 @@ def joined(pairs: Iterable[tuple[Any, AnySums]]) -> dict[Any, AnySums]:
             sums[name] = found.empty()
         sums[name].join(found)
     return sums
-
-
-def _described(named: NamedTensor) -> dict[str, Any]:
-    return {
-        "name": named.name,
-        "expert": named.expert,
-        "layer": named.part.label or None,
-        "role": named.role,
-        "dtype": named.tensor.dtype,
-        "shape": list(named.tensor.shape),
-        "keys": list(named.keys),
-    }

@@ -200,18 +200,27 @@ def norms_html(found: CheckpointStatistics) -> str:
         f"<p><b>{_verdict(found)}</b> {safe(found.checkpoint)}, {safe(found.kind)}, by {safe(found.by)}. "
         f"All sums were taken in float64, over the finite elements.</p>{_notes(found.notes)}"
         f'<div class="scroll">{norms_svg(found)}</div>{_figures(kinds)}<h2>Numbers</h2>',
-        _NUMBERS,
-        [_numbers_row(t) for t in (*wrong, *(t for t in found.tensors if t.found.census.are_finite))],
+        (("tensor", "role", "dtype"), (*NORMS, *COUNTS)),
+        [
+            [t.named.title, t.named.role, t.named.tensor.dtype, *numbers_of(t.found)]
+            for t in (*wrong, *(t for t in found.tensors if t.found.census.are_finite))
+        ],
         len(wrong),
     )
 
 
-def _page(title: str, body: str, columns: list[tuple[str, bool]], rows: list[list[str]], red: int) -> str:
-    """A page that ends with a table: the first `red` rows are red, at most `_MOST_ROWS` are shown."""
+def _page(
+    title: str, body: str, columns: tuple[Sequence[str], Sequence[str]], rows: list[list[object]], red: int
+) -> str:
+    """A page that ends with a table, of columns with texts and with numbers.
+
+    The first `red` rows are red, at most `_MOST_ROWS` are shown.
+    """
     shown = rows[:_MOST_ROWS]
     more = len(rows) - len(shown)
     end = f"<p>and {more:,} tensors more; --json has all.</p>" if more else ""
-    numbers = table(columns, shown, frozenset(range(min(red, len(shown)))))
+    named = [(name, right) for names, right in zip(columns, (False, True), strict=True) for name in names]
+    numbers = table(named, shown, frozenset(range(min(red, len(shown)))))
     return page(f"stats: {title}", f"<h1>{safe(title)}</h1>{body}{numbers}{end}", _STYLE)
 
 
@@ -270,33 +279,27 @@ def change_html(found: CheckpointChange) -> str:
         f"{''.join(f'<p><b>{safe(line)}.</b></p>' for line in found.left_out())}{_notes(found.notes)}"
         f'<div class="scroll">{change_svg(found)}</div><div class="scroll">{change_svg(found, "cosine")}</div>'
         f"<h2>Numbers, {'NaN and Inf, then ' if wrong else ''}the largest change first</h2>",
-        _CHANGES,
-        [_change_row(t) for t in (*wrong, *moved)],
+        (("tensor", "role"), CHANGE),
+        [[t.named.title, t.named.role, *change_of(t.found)] for t in (*wrong, *moved)],
         len(wrong),
     )
 
 
-_NUMBERS = [("tensor", False), ("role", False), ("dtype", False), *((name, True) for name in (
-    "norm", "rms", "mean", "min", "max", "zeros", "NaN", "Inf"))]  # fmt: skip
-_CHANGES = [("tensor", False), ("role", False), *((name, True) for name in (
-    "relative change", "cosine", "largest |B - A|", "changed", "of", "NaN, Inf"))]  # fmt: skip
+NORMS = ("norm", "rms", "mean", "min", "max")
+COUNTS = ("zeros", "NaN", "Inf")
+CHANGE = ("relative change", "cosine", "largest |B - A|", "changed", "of", "NaN, Inf")
 
 
-def _numbers_row(t: Measured[Statistics]) -> list[str]:
-    numbers, census = t.found.summary(), t.found.census
-    shown = [short(numbers[key]) for key in ("norm", "rms", "mean", "min", "max")]
-    counts = [f"{n:,}" for n in (t.found.zeros, census.nans, census.infinities)]
-    return [t.named.title, t.named.role, t.named.tensor.dtype, *shown, *counts]
+def numbers_of(found: Statistics, names: Sequence[str] = NORMS) -> list[object]:
+    """The numbers of these names and the `COUNTS`, for a table."""
+    numbers, census = found.summary(), found.census
+    return [*(short(numbers[name]) for name in names), found.zeros, census.nans, census.infinities]
 
 
-def _change_row(t: Measured[Change]) -> list[str]:
-    counts = (f"{n:,}" for n in (t.found.changed, t.found.elements, t.found.left_out))
-    return [t.named.title, t.named.role, *change_numbers(t.found), *counts]
-
-
-def change_numbers(found: Change) -> tuple[str, str, str]:
-    """Relative change, cosine and largest difference for a table."""
-    return short(found.relative), cosine(found.cosine), short(found.furthest)
+def change_of(found: Change) -> list[object]:
+    """`CHANGE` for a table."""
+    sizes = (short(found.relative), cosine(found.cosine), short(found.furthest))
+    return [*sizes, found.changed, found.elements, found.left_out]
 
 
 def short(number: float | None) -> str:

@@ -12,6 +12,7 @@ import io
 import os
 import warnings
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,11 +34,10 @@ from torch.distributed.checkpoint.storage import StorageReader as TorchStorageRe
 from torch.futures import Future
 
 from ckpt_tools.close_names import close_names
-from ckpt_tools.commands.convert.to_dcp import prepare_dcp
-from ckpt_tools.commands.convert.to_fsdp_dtensor import prepare, prepare_model
+from ckpt_tools.commands.convert.to_dtensors import prepare, prepare_dcp, prepare_model
 from ckpt_tools.commands.huggingface.import_hf import ImportOptions, read_huggingface
 from ckpt_tools.commands.job.conversion import ConvertOptions, Prepared
-from ckpt_tools.commands.job.opened import Opened, open_checkpoint
+from ckpt_tools.commands.job.opened import Opened, closed_on_error, open_checkpoint
 from ckpt_tools.commands.job.placements import Layout
 from ckpt_tools.commands.look.load_dtensors import check_rank_masters, inline_tensor, to_torch
 from ckpt_tools.errors import CkptError, UsageError
@@ -146,15 +146,10 @@ class StorageReader(TorchStorageReader):  # type: ignore[misc]  # torch is not r
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read every item of a rank's plan, in the order of the plan.
-
-        Raises:
-            CorruptCheckpointError, StorageError, VerificationError: as `BoxReader.read`.
-        """
+        """Read every item of a rank's plan, in the order of the plan."""
         seen = self._seen
         proof = None if self._options.write.check_source == "none" else SourceProof()
-        reader = BoxReader(seen.opened.files, seen.prepared.catalog, proof)
-        try:
+        with closing(BoxReader(seen.opened.files, seen.prepared.catalog, proof)) as reader:
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
                     planner.load_bytes(item, io.BytesIO(seen.archive(item.storage_index.fqn)))
@@ -162,8 +157,6 @@ class StorageReader(TorchStorageReader):  # type: ignore[misc]  # torch is not r
                     into = planner.resolve_tensor(item).detach()
                     into.copy_(_read(reader, seen.tensors[item.storage_index.fqn], item))
                     planner.commit_tensor(item, into)
-        finally:
-            reader.close()
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -189,12 +182,8 @@ class _Seen:
 
 def _plan(path: str, to: str, options: ConvertOptions) -> _Seen:
     opened = open_checkpoint(path, options.iteration, options.trust_pickle, of_run=True)
-    try:
-        with without_gc():
-            prepared = _prepare(opened, to, options)
-    except BaseException:
-        opened.files.close()
-        raise
+    with closed_on_error(opened.files), without_gc():
+        prepared = _prepare(opened, to, options)
     target = prepared.target
     sources: tuple[Source, ...] = (*target.tensors, *target.inline)
     tensors = {t.key: t for t in sources}

@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers", reason="the optional peer tra
 peft = pytest.importorskip("peft", reason="the optional peer peft is not installed")
 from safetensors.torch import load_file  # noqa: E402  # after the skip
 
-from ckpt_tools.commands.adapters.merge_adapter import merge_adapter  # noqa: E402
+from ckpt_tools.commands.edit.merge_adapter import merge_adapter  # noqa: E402
 from ckpt_tools.commands.edit.strip import strip_checkpoint  # noqa: E402
 from ckpt_tools.commands.huggingface.export_hf import export_hf  # noqa: E402
 from ckpt_tools.commands.huggingface.export_source import ExportOptions  # noqa: E402

@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt_tools.commands.convert.to_fsdp_dtensor import prepare_model
+from ckpt_tools.commands.convert.to_dtensors import prepare_model
 from ckpt_tools.commands.convert.to_torch_dist import write_torch_dist
 from ckpt_tools.commands.job.conversion import (
     Conversion,
@@ -21,7 +21,7 @@ from ckpt_tools.commands.job.conversion import (
     convert,
     like_to_like,
 )
-from ckpt_tools.commands.job.opened import Opened, open_checkpoint
+from ckpt_tools.commands.job.opened import Opened, closed_on_error, open_checkpoint
 from ckpt_tools.commands.job.outputs import refuse_overlap
 from ckpt_tools.commands.job.placements import Layout
 from ckpt_tools.commands.job.read_model import Wanted, keeps_masters, master_targets, read_beside_masters
@@ -31,7 +31,7 @@ from ckpt_tools.errors import (
     MappingError,
     UnsupportedCheckpointError,
     UsageError,
-    list_problems,
+    raise_if,
 )
 from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.locate.detect import Location, locate
@@ -61,7 +61,6 @@ from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from ckpt_tools.model.catalog import TensorEntry, Value
 from ckpt_tools.model.model import Model, Parameter
 from ckpt_tools.model.roles import MASTER, WEIGHT
-from ckpt_tools.model.target import TargetTensor
 from ckpt_tools.model.views import Select, Source
 
 
@@ -118,7 +117,10 @@ def plan_merge(opened: Opened, options: MergeOptions, world: int) -> Conversion:
             target, layout = TargetOptions(weights_only=True), Layout(world=world, of_job=False)
             prepared = prepare_model(merged, base.files, target, layout)
             made = prepared.planned(layout, base.location.iteration)
-        masters = _adapted_masters(model, source.adapters)
+        # The masters that something is added to must round to the stored weights.
+        names = {adapter.base for adapter in source.adapters}
+        adapted = tuple(p for p in model.parameters if p.name in names and MASTER in p.values)
+        masters = master_targets(replace(model, parameters=adapted)) if model.common.of_torch_dist else []
     use: MastersUse = "merged" if masters or keeps_masters(model) else "left_out" if model.unread else "none"
     return replace(made, masters=use, must_round=masters, fp8_recipe=model.settings.fp8_recipe)
 
@@ -135,19 +137,10 @@ def _adapter_of(opened: Opened, options: MergeOptions) -> Iterator[tuple[Opened,
         yield opened, source
 
 
-def _adapted_masters(model: Model, adapters: tuple[Adapter, ...]) -> list[TargetTensor]:
-    """The masters that something is added to; they must round to the stored weights."""
-    names = {adapter.base for adapter in adapters}
-    adapted = tuple(p for p in model.parameters if p.name in names and MASTER in p.values)
-    if model.common.of_torch_dist:
-        return master_targets(replace(model, parameters=adapted))
-    return []
-
-
 def _open(source: str, options: MergeOptions) -> Opened:
     opened = open_checkpoint(source, options.iteration, options.trust_pickle)
     path = options.adapter
-    try:
+    with closed_on_error(opened.files):
         if opened.location.kind == "safetensors" or (path is not None and _is_peft(path)):
             raise UnsupportedCheckpointError(
                 f"{source} and {path or 'its adapter'}: a Megatron adapter is merged into a Megatron checkpoint. A "
@@ -158,9 +151,6 @@ def _open(source: str, options: MergeOptions) -> Opened:
         if path is None:
             return opened
         return replace(opened, files=FilesBeside(opened.files, [open_files(locate(path).path)]))
-    except BaseException:
-        opened.files.close()
-        raise
 
 
 def _is_peft(path: str) -> bool:
@@ -191,7 +181,6 @@ class AdapterSource:
     told_by: str
     entries: Mapping[str, TensorEntry]
     whole: Mapping[str, TensorEntry]
-    is_wrapped: bool
 
     @property
     def summary(self) -> str:
@@ -235,12 +224,8 @@ class AdapterSource:
         }
         shapes = {(p.name, p.expert): p.shape for p in model.parameters}
         wrong = [part.name for place, (part, _) in parts.items() if shapes.get(place) != part.shape]
-        if wrong:
-            raise MappingError(
-                f"{self.path} holds weights whole that the base does not have, or in another shape:\n"
-                + list_problems(wrong),
-                wrong,
-            )
+        what = f"{self.path} holds weights whole that the base does not have, or in another shape"
+        raise_if(wrong, MappingError, what)
 
         def taken(p: Parameter) -> Parameter:
             if (p.name, p.expert) not in parts:
@@ -275,17 +260,14 @@ def read_adapter_source(
     joined = _joined(adapter, tensors, is_wrapped)
     adapters = read_adapters(joined, how)
     wrong = [f"{one.label}: rank {one.rank}" for one in adapters if how.dim not in (None, one.rank)]
-    if wrong:
-        raise MappingError(
-            f"{RUN_CONFIG} says that the adapters have dim {how.dim}:\n" + list_problems(wrong), wrong
-        )
+    raise_if(wrong, MappingError, f"{RUN_CONFIG} says that the adapters have dim {how.dim}")
     entries = {e.key: e for e in (*joined.factors.values(), *joined.others.values())}
     whole = {
         strip_wrappers(key).replace(WRAPPED, "."): entry
         for key, entry in joined.others.items()
         if not is_wrapped
     }
-    return AdapterSource(location.path, tuple(adapters), value, alpha_source, entries, whole, is_wrapped)
+    return AdapterSource(location.path, tuple(adapters), value, alpha_source, entries, whole)
 
 
 def _joined(adapter: Opened, tensors: AdapterTensors, is_wrapped: bool) -> AdapterTensors:
