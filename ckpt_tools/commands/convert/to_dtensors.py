@@ -49,7 +49,7 @@ from ckpt_tools.commands.job.placements import (
     source_model,
     target_model,
 )
-from ckpt_tools.commands.job.read_model import Wanted, read_model
+from ckpt_tools.commands.job.read_model import READ, Wanted, read_model
 from ckpt_tools.commands.job.report import ConversionReport
 from ckpt_tools.commands.look.dcp_json import read_group_map
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
@@ -160,7 +160,7 @@ def prepare(opened: Opened, options: ConvertOptions, layout: Layout) -> Prepared
         return prepare_relayout(opened, options, layout)
     if stays_plain(opened, options):
         return prepare_plain(opened, options, layout)
-    if opened.location.kind not in ("dcp", "torch_dist"):
+    if opened.location.kind not in READ:
         raise UnsupportedCheckpointError(
             f"{opened.location.path} is {opened.format.described}, not a torch_dist checkpoint"
         )

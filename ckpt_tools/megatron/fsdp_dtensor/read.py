@@ -59,7 +59,7 @@ _DROPPED = (
 
 @dataclass(frozen=True)
 class FsdpSource:
-    """An `fsdp_dtensor` checkpoint taken apart; tensors are still only described."""
+    """A checkpoint with the running model's names, taken apart; tensors are still only described."""
 
     catalog: Catalog
     common: CommonState

@@ -131,7 +131,7 @@ def _of_optimizer(numbers: Mapping[str, float], has_groups: bool) -> _Steps:
 def _contradictions(
     iteration: int | None, samples: Any, steps: _Steps, args: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
-    """(counter, what it contradicts). A step that was skipped leaves Adam's and the schedule's counters behind."""
+    """(counter, what it contradicts). After a skipped step, Adam's and the schedule's counters lag behind."""
     if len(steps.counts) > 1:
         problem = (
             f"{steps.of_what} of one optimizer have made different numbers of steps: {steps.text()}. A job corrects "
