@@ -26,9 +26,14 @@ import orjson
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, list_problems
 from ckpt_tools.formats.safetensors import safetensors_header
-from ckpt_tools.formats.torch_archive.tensor_template import EXTENT_BYTES, framed_tensor, tensor_frame
+from ckpt_tools.formats.torch_archive.tensor_template import (
+    EXTENT_BYTES,
+    framed_tensor,
+    likely_start,
+    tensor_frame,
+)
 from ckpt_tools.formats.torch_archive.zip_archive import ALIGNMENT
-from ckpt_tools.model.box import Box, full_box
+from ckpt_tools.model.box import Box, full_box, row_major_strides
 from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTensor
@@ -46,6 +51,7 @@ from ckpt_tools.model.transfers import (
 )
 from ckpt_tools.model.views import Piece
 from ckpt_tools.model.without_gc import without_gc
+from ckpt_tools.plan.byte_runs import gapless_parts
 from ckpt_tools.plan.overlap import (
     ChunkFinder,
     Located,
@@ -136,7 +142,6 @@ def hole_bytes(found: Mapping[str, list[Hole]]) -> int:
 
 
 FILE_BYTES = 1 << 30  # a file that is this long gets no further item
-SHARED_BYTES = 1 << 20  # so long a copy of a whole payload may begin behind a gap, for extents to be shared
 
 Placement: TypeAlias = Callable[[TargetTensor], Sequence[tuple[int, Box]]]
 """The boxes of a tensor, in its global coordinates, and the target rank that owns each."""
@@ -169,9 +174,8 @@ class _Files:
         if ends[-1] >= FILE_BYTES:
             self._names[rank] = _file_name(rank, len(ends))
             ends.append(0)
-        offset = -(-ends[-1] // ALIGNMENT) * ALIGNMENT
-        if in_block is not None:
-            offset += (in_block - offset) % EXTENT_BYTES
+        align, rest = (ALIGNMENT, 0) if in_block is None else (EXTENT_BYTES, in_block)
+        offset = ends[-1] + (rest - ends[-1]) % align
         ends[-1] = offset + length
         return self._names[rank], offset
 
@@ -253,6 +257,14 @@ def _place_blobs(target: Target, blobs: Iterable[tuple[str, bytes]], files: _Fil
     return tuple(OutputBlob(key, box, *places[data], data) for key, box, data in archives)
 
 
+class _Shared(NamedTuple):
+    """A gapless copy out of part number `part`: its first byte in the source's payload less that in the item's."""
+
+    part: int
+    distance: int
+    nbytes: int
+
+
 class _ItemForm(NamedTuple):
     """An item without the names of its tensor and sources: the states of a parameter have the same ones."""
 
@@ -261,6 +273,7 @@ class _ItemForm(NamedTuple):
     length: int  # bytes, container included
     zeros: int
     parts: tuple[tuple[Located, Strategy], ...]  # each with its strategy
+    shared: tuple[_Shared, ...]
 
 
 class _Items:
@@ -284,9 +297,11 @@ class _Items:
                     f"{tensor.key}: its placement does not tile shape {tensor.shape}: {problem}"
                 )
             forms = self._known[key] = list(_item_forms(reader, boxes))
-        for rank, box, length, zeros, parts in forms:
+        for rank, box, length, zeros, parts, shared in forms:
             transfers = [transfer(reader, at, how, box) for at, how in parts]
-            in_block = _as_in_source(transfers[0], tensor, box) if length >= SHARED_BYTES and parts else None
+            in_block = _as_in_sources(shared, transfers)
+            if in_block is not None:
+                in_block = (in_block - len(tensor_frame(tensor.dtype, box.size).head)) % EXTENT_BYTES
             name, offset = self._files.place(rank, length, in_block)
             yield (
                 rank,
@@ -294,17 +309,30 @@ class _Items:
             )
 
 
-def _as_in_source(first: Transfer | Computation, tensor: TargetTensor, box: Box) -> int | None:
-    """Where in a block an item begins so that its first payload lies there as in its source, and can be shared.
+def _as_in_sources(shared: Iterable[_Shared], transfers: Sequence[Transfer | Computation]) -> int | None:
+    """Where in a block a payload begins so that most of its bytes lie there as in their sources.
 
-    None: it is not a whole payload, or the item would not be aligned. The source's head is taken for what torch
-    writes now; where it is another, bytes are copied instead.
+    These can then share their blocks. None: it is all the same. Where a source's payload does not begin as expected,
+    bytes are copied.
     """
-    if first.strategy != VERBATIM or isinstance(first, Computation):
-        return None
-    heads = len(tensor_frame(first.dtype, first.shape).head) - len(tensor_frame(tensor.dtype, box.size).head)
-    start = (first.item.offset + heads) % EXTENT_BYTES
-    return None if start % ALIGNMENT or first.item.bare else start
+    votes: Counter[int] = Counter()
+    for part, distance, nbytes in shared:
+        first = transfers[part]
+        assert isinstance(first, Transfer)  # what is computed is not copied
+        votes[(likely_start(first.item, first.dtype, first.shape) + distance) % EXTENT_BYTES] += nbytes
+    return max(votes, key=votes.__getitem__) if votes else None
+
+
+def _shared(reader: TargetReader, parts: Iterable[Located], size: tuple[int, ...]) -> Iterator[_Shared]:
+    """The long gapless copies that an item of `size` is made of."""
+    dtype, strides = reader.target.dtype, row_major_strides(size)
+    width = itemsize(dtype)
+    for number, at in enumerate(parts):
+        entry = reader.sources[at.source][1]
+        if entry.made is None and entry.dtype == dtype:
+            for part in gapless_parts(at.piece, size, width):
+                to = sum(a * s for a, s in zip(part.box.start, strides, strict=True))
+                yield _Shared(number, (part.offset - to) * width, part.box.volume * width)
 
 
 def _item_forms(reader: TargetReader, boxes: Sequence[tuple[int, Box]]) -> Iterator[_ItemForm]:
@@ -315,7 +343,8 @@ def _item_forms(reader: TargetReader, boxes: Sequence[tuple[int, Box]]) -> Itera
         found = sorted(reader.locate(box), key=lambda at: at.piece.box.start)
         parts = [(at, strategy(reader, at, box)) for at in found]
         zeros = box.volume - sum(at.piece.box.volume for at in found)
-        yield _ItemForm(rank, box, tensor_frame(tensor.dtype, box.size).length, zeros, tuple(parts))
+        length = tensor_frame(tensor.dtype, box.size).length
+        yield _ItemForm(rank, box, length, zeros, tuple(parts), tuple(_shared(reader, found, box.size)))
 
 
 def raise_all(problems: Sequence[MappingError | CorruptCheckpointError]) -> None:
