@@ -73,6 +73,7 @@ class Copied:
             "output": self.output,
             "files": self.files,
             "bytes": self.nbytes,
+            "bytes_cloned": 0 if self.written is None else self.written.bytes_cloned,
             "seconds": 0.0 if self.written is None else self.written.seconds,
             "payloads_proven": self.proven,
             "payloads_without_checksum": self.without_checksum,
@@ -162,7 +163,7 @@ def _copy(source: str, output: str, options: CopyOptions, progress: Progress | N
         }  # an error: it is absent
         big = {name: n for name, n in sizes.items() if n and (n > _SMALL_BYTES or name.endswith(_TENSORS))}
         big.pop(METADATA, None)
-        runs, proven_whole = _runs(files, catalog, big, options.write.check_source != "none")
+        runs, proven_whole = _runs(files, catalog, big, options.write.check_source == "all")
         made = Conversion(
             to="hf" if location.kind == "safetensors" else location.kind,
             loader=None,

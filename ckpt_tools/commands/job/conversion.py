@@ -261,7 +261,7 @@ def _plan(writer: Writer[AnyOptions], opened: Opened, options: AnyOptions, ranks
         with without_gc():
             return writer.plan(opened, options, ranks.world)
     except VerificationError:
-        if options.write.check_source != "none":
+        if options.write.check_source == "all":
             share = [*opened.catalog.tensors, *opened.catalog.objects][ranks.rank :: ranks.world]
             threads = options.write.threads
             ranks.together(lambda: prove_payloads(opened.files, opened.catalog, share, threads))
@@ -351,7 +351,7 @@ def prove_rounding(
     """
     threads = options.threads
     report, problems = compare_shared(files, catalog, must_round, level, ranks, threads, fp8_recipe)
-    if problems and options.check_source != "none":
+    if problems and options.check_source == "all":
         keys = sorted({s.key for t in must_round for s in (*t.sources, *t.must_round_to)})
         share = keys[ranks.rank :: ranks.world]
         ranks.together(lambda: prove_payloads(files, catalog, share, threads))

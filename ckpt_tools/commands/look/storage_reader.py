@@ -152,7 +152,7 @@ class StorageReader(TorchStorageReader):  # type: ignore[misc]  # torch is not r
             CorruptCheckpointError, StorageError, VerificationError: as `BoxReader.read`.
         """
         seen = self._seen
-        proof = None if self._options.write.check_source == "none" else SourceProof()
+        proof = SourceProof() if self._options.write.check_source == "all" else None
         reader = BoxReader(seen.opened.files, seen.prepared.catalog, proof)
         try:
             for item in plan.items:

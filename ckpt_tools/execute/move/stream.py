@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -211,14 +211,15 @@ class Pump:
             yield from store_ranges(self._source.files, file, start, stop)
 
     def write_item(self, item: OutputItem, file: OutputFile) -> int:
-        """Write one item; returns its payload's CRC-32."""
+        """Write one item; returns its payload's CRC-32, 0 if nobody summed it."""
         frame = _frame_of(item)
         at = item.offset + len(frame.head)
-        total = 0
+        sums = []
         for segment in segments(item):
             nbytes = segment.box.volume * itemsize(item.dtype)
-            total = crc.combine(total, self._write_segment(item, segment, file, at), nbytes)
+            sums.append((self._write_segment(item, segment, file, at), nbytes))
             at += nbytes
+        total = _joined(sums)
         tail = frame.tail(total)
         with storage_errors(file.path):
             write_all(file.fd, frame.head, item.offset)
@@ -251,15 +252,16 @@ class Pump:
         """The item's bytes in order, as `write_item` writes them; each part is valid until the next is asked for."""
         frame = _frame_of(item)
         yield frame.head
-        total = 0
+        sums = []
         for segment in segments(item):
             checksum = 0
             for data, checksum in self._segment_content(item, segment, 0):  # noqa: B007  the last one counts
                 yield data
-            checksum = self._stated(item, segment, checksum)
-            total = crc.combine(total, checksum, segment.box.volume * itemsize(item.dtype))
-        self._tick(len(frame.head) + len(frame.tail(total)))
-        yield frame.tail(total)
+            stated = self._stated(self._copy(item, segment), checksum)
+            sums.append((stated, segment.box.volume * itemsize(item.dtype)))
+        tail = frame.tail(_joined(sums))
+        self._tick(len(frame.head) + len(tail))
+        yield tail
 
     def is_intact(self, item: OutputItem, file: OutputFile, checksum: int) -> bool:
         """Whether the archive is there as it was written: its frame, and a payload with this CRC-32."""
@@ -279,20 +281,21 @@ class Pump:
             around = os.pread(file.fd, len(frame.head), item.offset) + os.pread(file.fd, len(tail), end)
         return total == checksum and around == frame.head + tail
 
-    def _write_segment(self, item: OutputItem, segment: Segment, file: OutputFile, at: int) -> int:
-        """Write a segment's bytes from byte `at` of the file on; returns their CRC-32."""
+    def _write_segment(self, item: OutputItem, segment: Segment, file: OutputFile, at: int) -> int | None:
+        """Write a segment's bytes from byte `at` of the file on; returns their CRC-32, None if nobody summed them."""
         if only_zeros(segment.transfers):
             nbytes = segment.box.volume * itemsize(item.dtype)
             self._write_zeros(file, at, at + nbytes)
             return crc.of_zeros(nbytes)
         copy = self._copy(item, segment)
-        if copy is not None and (known := self._move(copy, file, at)) is not None:
-            return known
+        checksum = self._move(copy, file, at) if copy else None
+        if checksum is not None:
+            return self._stated(copy, checksum)
         checksum = 0
         for data, checksum in self._segment_content(item, segment, at):  # noqa: B007  the last one counts
             file.write(data, at)
             at += len(data)
-        return self._stated(item, segment, checksum)
+        return self._stated(copy, checksum)
 
     def _write_zeros(self, file: OutputFile, start: int, stop: int) -> None:
         """Zeros from byte `start` to `stop` of the file; what is a hole there reads as zeros already."""
@@ -307,10 +310,11 @@ class Pump:
                 done = at + len(data)
         self._tick(stop - done)
 
-    def _stated(self, item: OutputItem, segment: Segment, found: int) -> int:
+    def _stated(self, copy: Copy | None, found: int) -> int | None:
         """The CRC-32 of a segment's bytes: a whole payload keeps its own, so that unproven damage still shows."""
-        copy = self._copy(item, segment)
-        return found if copy is None or copy.crc32 is None else copy.crc32
+        if copy is None or (copy.crc32 is None and self._source.sums):
+            return found
+        return copy.crc32
 
     def _segment_content(
         self, item: OutputItem, segment: Segment, at: int
@@ -337,23 +341,21 @@ class Pump:
         return Copy(payload, t.piece.offset * itemsize(t.dtype), t.nbytes, known)
 
     def _move(self, copy: Copy, file: OutputFile, at: int) -> int | None:
-        """Move a long copy without tiles; returns its CRC-32, None if that was not done.
+        """Move a long copy without tiles; returns the CRC-32 that was found, 0 if none was asked for; None: not done.
 
         What shares its blocks with the source is read for its checksum alone. What must be read and is not shared
         passes through the processor's cache: nothing is cheaper than to write what was read.
         """
-        files, name = copy.payload.files, copy.payload.name
-        if copy.nbytes < KERNEL_COPY_BYTES or not isinstance(files, LocalFiles):
+        payload, found = copy.payload, 0
+        if copy.nbytes < KERNEL_COPY_BYTES or not isinstance(payload.files, LocalFiles):
             return None
-        found = copy.crc32
-        with files.descriptor(name) as stored, storage_errors(file.path):
+        with payload.files.descriptor(payload.name) as stored, storage_errors(file.path):
             source, target = At(stored, copy.start), At(file.fd, at)
             is_shared = share(source, target, copy.nbytes, self.counters.copies, self._unshared)
             if not is_shared and file.direct is not None:
                 return None
-            if found is None or copy.payload.proof is not None:
-                total = self._pass_through(copy, None if is_shared else file, at)
-                found = total if found is None else found
+            if payload.proof is not None or (copy.crc32 is None and self._source.sums):
+                found = self._pass_through(copy, None if is_shared else file, at)
             elif is_shared:
                 self._tick(copy.nbytes)
             else:
@@ -394,6 +396,16 @@ class Pump:
         out = data.view(raw_dtype(item.dtype)).reshape(tile.size)
         self._filler.fill(out, item.dtype, tile, transfers, item.key, item.box.start)
         return data.data
+
+
+def _joined(sums: Iterable[tuple[int | None, int]]) -> int:
+    """CRC-32 of what follows each other, from those of the parts and their bytes; 0 if one is not known."""
+    total = 0
+    for checksum, nbytes in sums:
+        if checksum is None:
+            return 0
+        total = crc.combine(total, checksum, nbytes)
+    return total
 
 
 def _frame_of(item: OutputItem) -> Frame:
