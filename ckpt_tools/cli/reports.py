@@ -249,7 +249,7 @@ def source_checksums(w: WriteReport) -> str:
     if w.check_source == "none":
         return "the source was not checked (--check-source none)"
     if w.check_source == "unread":
-        return "nothing of the source, and parts of its tensors have no checksum in the output (--check-source unread)"
+        return "nothing; parts of tensors have no checksum in the output (--check-source unread)"
     proven = f"{w.payloads_proven:,} checksums of the source ({human_bytes(w.bytes_proven)})"
     if not w.payloads_without_checksum:
         return proven if w.payloads_proven else "nothing of the source was read"

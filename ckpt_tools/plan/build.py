@@ -51,7 +51,7 @@ from ckpt_tools.model.transfers import (
 )
 from ckpt_tools.model.views import Piece
 from ckpt_tools.model.without_gc import without_gc
-from ckpt_tools.plan.byte_runs import gapless_parts
+from ckpt_tools.plan.byte_runs import SHARED_BYTES, long_parts
 from ckpt_tools.plan.overlap import (
     ChunkFinder,
     Located,
@@ -127,13 +127,25 @@ class Hole(NamedTuple):
     stop: int
 
 
-def holes(plan: Plan) -> Mapping[str, list[Hole]]:
-    """By file, in order: the payloads of long items that are nothing but zeros."""
+def holes(plan: Plan, shares: Callable[[str], bool] = lambda _: False) -> Mapping[str, list[Hole]]:
+    """By file, in order: where nothing is written.
+
+    The payloads of long items that are nothing but zeros, and what lies in its block as in a source file of which the
+    output `shares` blocks.
+    """
     found: dict[str, list[Hole]] = {}
     for item in plan.items:
-        if item.nbytes >= MIN_BYTES and not item.bare and only_zeros(item.transfers):
-            start = item.offset + len(tensor_frame(item.dtype, item.box.size).head)
+        if item.nbytes < MIN_BYTES:
+            continue
+        start = item.offset + (0 if item.bare else len(tensor_frame(item.dtype, item.box.size).head))
+        if only_zeros(item.transfers) and not item.bare:
             found.setdefault(item.file, []).append(Hole(start, start + item.nbytes))
+        elif not item.zero_elems:
+            for part, source, to in _long_copies(item.transfers, item.dtype, item.box.size):
+                if (source - start - to) % EXTENT_BYTES == 0 and shares(part.item.file):
+                    first = -(-(start + to) // EXTENT_BYTES) * EXTENT_BYTES
+                    stop = (start + to + part.nbytes) // EXTENT_BYTES * EXTENT_BYTES
+                    found.setdefault(item.file, []).append(Hole(first, stop))
     return {file: sorted(ranges) for file, ranges in found.items()}
 
 
@@ -169,7 +181,7 @@ class _Files:
         self._names = [_file_name(rank, 0) for rank in range(world)]  # of the file that is filled
 
     def place(self, rank: int, length: int, in_block: int | None = None) -> tuple[str, int]:
-        """File and offset of `length` bytes, in the order of the calls; `in_block`: where in a block they begin."""
+        """File and offset of `length` bytes, in the order of the calls; `in_block`: of a block, where they begin."""
         ends = self._ends[rank]
         if ends[-1] >= FILE_BYTES:
             self._names[rank] = _file_name(rank, len(ends))
@@ -257,14 +269,6 @@ def _place_blobs(target: Target, blobs: Iterable[tuple[str, bytes]], files: _Fil
     return tuple(OutputBlob(key, box, *places[data], data) for key, box, data in archives)
 
 
-class _Shared(NamedTuple):
-    """A gapless copy out of part number `part`: its first byte in the source's payload less that in the item's."""
-
-    part: int
-    distance: int
-    nbytes: int
-
-
 class _ItemForm(NamedTuple):
     """An item without the names of its tensor and sources: the states of a parameter have the same ones."""
 
@@ -273,7 +277,6 @@ class _ItemForm(NamedTuple):
     length: int  # bytes, container included
     zeros: int
     parts: tuple[tuple[Located, Strategy], ...]  # each with its strategy
-    shared: tuple[_Shared, ...]
 
 
 class _Items:
@@ -297,42 +300,38 @@ class _Items:
                     f"{tensor.key}: its placement does not tile shape {tensor.shape}: {problem}"
                 )
             forms = self._known[key] = list(_item_forms(reader, boxes))
-        for rank, box, length, zeros, parts, shared in forms:
+        for rank, box, length, zeros, parts in forms:
             transfers = [transfer(reader, at, how, box) for at, how in parts]
-            in_block = _as_in_sources(shared, transfers)
-            if in_block is not None:
-                in_block = (in_block - len(tensor_frame(tensor.dtype, box.size).head)) % EXTENT_BYTES
-            name, offset = self._files.place(rank, length, in_block)
+            phases = _phases(transfers, tensor.dtype, box.size) if length >= SHARED_BYTES else {}
+            phase = max(phases, key=phases.__getitem__, default=None)
+            head = len(tensor_frame(tensor.dtype, box.size).head)
+            name, offset = self._files.place(rank, length, None if phase is None else phase - head)
             yield (
                 rank,
                 OutputItem(tensor.key, box, tensor.dtype, name, offset, length, tuple(transfers), zeros),
             )
 
 
-def _as_in_sources(shared: Iterable[_Shared], transfers: Sequence[Transfer | Computation]) -> int | None:
-    """Where in a block a payload begins so that most of its bytes lie there as in their sources.
+def _phases(transfers: Iterable[Transfer | Computation], dtype: str, size: tuple[int, ...]) -> Counter[int]:
+    """Where in a block the payload of an item may begin -> bytes that then lie in it as in their sources.
 
-    These can then share their blocks. None: it is all the same. Where a source's payload does not begin as expected,
-    bytes are copied.
+    These can share their blocks. Where a source's payload does not begin as is likely, they are copied.
     """
-    votes: Counter[int] = Counter()
-    for part, distance, nbytes in shared:
-        first = transfers[part]
-        assert isinstance(first, Transfer)  # what is computed is not copied
-        votes[(likely_start(first.item, first.dtype, first.shape) + distance) % EXTENT_BYTES] += nbytes
-    return max(votes, key=votes.__getitem__) if votes else None
+    found: Counter[int] = Counter()
+    for part, source, to in _long_copies(transfers, dtype, size):
+        found[(source - to) % EXTENT_BYTES] += part.nbytes
+    return found
 
 
-def _shared(reader: TargetReader, parts: Iterable[Located], size: tuple[int, ...]) -> Iterator[_Shared]:
-    """The long gapless copies that an item of `size` is made of."""
-    dtype, strides = reader.target.dtype, row_major_strides(size)
-    width = itemsize(dtype)
-    for number, at in enumerate(parts):
-        entry = reader.sources[at.source][1]
-        if entry.made is None and entry.dtype == dtype:
-            for part in gapless_parts(at.piece, size, width):
-                to = sum(a * s for a, s in zip(part.box.start, strides, strict=True))
-                yield _Shared(number, (part.offset - to) * width, part.box.volume * width)
+def _long_copies(
+    transfers: Iterable[Transfer | Computation], dtype: str, size: tuple[int, ...]
+) -> Iterator[tuple[Transfer, int, int]]:
+    """Long copies, each with its likely place in the source's file and its place in the item's payload, in bytes."""
+    width, strides = itemsize(dtype), row_major_strides(size)
+    for one in transfers:
+        for part in long_parts(one, dtype, size):
+            source = likely_start(part.item, dtype, part.shape) + part.piece.offset * width
+            yield part, source, width * sum(a * s for a, s in zip(part.box.start, strides, strict=True))
 
 
 def _item_forms(reader: TargetReader, boxes: Sequence[tuple[int, Box]]) -> Iterator[_ItemForm]:
@@ -343,8 +342,7 @@ def _item_forms(reader: TargetReader, boxes: Sequence[tuple[int, Box]]) -> Itera
         found = sorted(reader.locate(box), key=lambda at: at.piece.box.start)
         parts = [(at, strategy(reader, at, box)) for at in found]
         zeros = box.volume - sum(at.piece.box.volume for at in found)
-        length = tensor_frame(tensor.dtype, box.size).length
-        yield _ItemForm(rank, box, length, zeros, tuple(parts), tuple(_shared(reader, found, box.size)))
+        yield _ItemForm(rank, box, tensor_frame(tensor.dtype, box.size).length, zeros, tuple(parts))
 
 
 def raise_all(problems: Sequence[MappingError | CorruptCheckpointError]) -> None:
@@ -385,24 +383,43 @@ def build_safetensors_plan(
     for file in files:
         ordered = sorted(file.tensors, key=lambda t: -itemsize(t.dtype))
         infos = {t.key: TensorInfo(t.dtype, shapes.get(t.key, t.shape)) for t in ordered}
-        header = safetensors_header(infos)
-        blobs.append(OutputBlob(file.name, None, file.name, 0, header))
-        at = len(header)
+        made: list[OutputItem] = []
+        inline: list[OutputBlob] = []
+        at = 0  # counted from the end of the header
         for tensor in ordered:
             if isinstance(tensor, InlineTensor):
-                blobs.append(OutputBlob(tensor.key, full_box(tensor.shape), file.name, at, tensor.data))
+                inline.append(OutputBlob(tensor.key, full_box(tensor.shape), file.name, at, tensor.data))
             else:
                 try:
-                    items.extend(_items(finder, tensor, file.name, at))
+                    made.extend(_items(finder, tensor, file.name, at))
                 except (MappingError, CorruptCheckpointError) as error:
                     problems.append(error)
             at += prod(tensor.shape) * itemsize(tensor.dtype)
-        sizes[file.name] = at
+        header = _in_phase(safetensors_header(infos), made)
+        start = len(header)
+        blobs.append(OutputBlob(file.name, None, file.name, 0, header))
+        blobs += [blob._replace(offset=start + blob.offset) for blob in inline]
+        items += [item._replace(offset=start + item.offset) for item in made]
+        sizes[file.name] = start + at
         tensors |= infos
     raise_all(problems)
     paths = {key: (key,) for key in tensors}
     digest = plan_digest(tuple(items), tuple(blobs), sizes, tensors, paths)
     return Plan(tuple(items), tuple(blobs), sizes, tensors, paths, digest)
+
+
+def _in_phase(header: bytes, items: Iterable[OutputItem]) -> bytes:
+    """The header of `items`, whose offsets count from its end, with spaces behind it.
+
+    For most bytes to lie in their blocks as in their sources. A header's length is a multiple of 8.
+    """
+    votes: Counter[int] = Counter()
+    for item in items:
+        for phase, nbytes in _phases(item.transfers, item.dtype, item.box.size).items():
+            votes[(phase - item.offset - len(header)) % EXTENT_BYTES] += nbytes
+    gap = max((gap for gap in votes if gap % 8 == 0), key=votes.__getitem__, default=0)
+    length = len(header) - 8 + gap
+    return length.to_bytes(8, "little") + header[8:] + b" " * gap
 
 
 def _items(finder: ChunkFinder, tensor: TargetTensor, file: str, at: int) -> Iterator[OutputItem]:

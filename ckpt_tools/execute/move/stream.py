@@ -56,7 +56,7 @@ from ckpt_tools.model.transfers import (
     only_zeros,
     stored_parts,
 )
-from ckpt_tools.plan.byte_runs import Span, coalesce, gapless_parts, is_dense, is_run, row_major_tiles
+from ckpt_tools.plan.byte_runs import Span, coalesce, is_dense, is_run, long_parts, row_major_tiles
 from ckpt_tools.plan.overlap import BoxIndex
 
 
@@ -170,10 +170,7 @@ def segments(item: OutputItem) -> list[Segment]:
         return whole
     found = []
     for t in item.transfers:
-        parts: Sequence[Transfer | Computation] = ()
-        if isinstance(t, Transfer) and t.dtype == item.dtype:
-            cut = gapless_parts(t.piece, size, itemsize(t.dtype))
-            parts = [t._replace(piece=piece) for piece in cut]
+        parts = long_parts(t, item.dtype, size)
         if not parts and not is_run(t.box, size):
             return whole
         found += [Segment(part.box, (part,), False) for part in parts or (t,)]

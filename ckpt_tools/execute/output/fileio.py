@@ -112,6 +112,19 @@ def share(source: At, target: At, length: int, count: CopyCount, refused: set[tu
     return True
 
 
+def can_share(source: int, folder: Path) -> bool:
+    """Whether files in `folder` can share blocks with an open file: tried with its first, on one without a name."""
+    try:
+        fd = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            fcntl.ioctl(fd, _FICLONERANGE, struct.pack("qQQQ", source, 0, EXTENT_BYTES, 0))
+        finally:
+            os.close(fd)
+    except OSError:
+        return False
+    return True
+
+
 def copy_range(source: At, target: At, length: int, count: CopyCount) -> None:
     """Copy `length` bytes between two files inside the kernel where that can, adding to `count`."""
     while length:
