@@ -1,9 +1,9 @@
 """The tile pump: one output item at a time through buffers of a fixed size.
 
-An item is cut into segments that follow each other in its payload. A segment that is a whole source payload keeps
-its CRC-32 and is copied by the kernel where it need not be proven, is large and local (`_copy_whole`); anything else
-passes through a tile buffer, is cast if it must be, and is summed on the way. The item's CRC is joined from its
-segments'.
+An item is cut into segments that follow each other in its payload. A long segment that is a gapless copy out of a
+local file shares its blocks with the source, is copied by the kernel, or read and written as it is (`_move`); a whole
+payload keeps its CRC-32. Anything else passes through a tile buffer, is cast if it must be, and is summed on the way.
+The item's CRC is joined from its segments'.
 
 A small item that is a whole source payload in the frame that today's torch writes is copied out of one large read
 into one large write. Anything unusual is left to the general way, which explains it.
@@ -367,7 +367,7 @@ class Pump:
         """Read and sum a copy and tell its proof, writing it from byte `at` of `file` on if one is given."""
         payload, step, total = copy.payload, min(_CACHED_BYTES, self._tile_bytes), 0
         for done in range(0, copy.nbytes, step):
-            data = self._room[: min(step, copy.nbytes - done)].data
+            data = self._buffer(at + done, min(step, copy.nbytes - done)).data
             payload.files.read_into(payload.name, copy.start + done, data)
             total = crc.crc32(data, total)
             if file is not None:
