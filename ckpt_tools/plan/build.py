@@ -51,7 +51,7 @@ from ckpt_tools.model.transfers import (
 )
 from ckpt_tools.model.views import Piece
 from ckpt_tools.model.without_gc import without_gc
-from ckpt_tools.plan.byte_runs import SHARED_BYTES, long_parts
+from ckpt_tools.plan.byte_runs import long_parts
 from ckpt_tools.plan.overlap import (
     ChunkFinder,
     Located,
@@ -141,11 +141,12 @@ def holes(plan: Plan, shares: Callable[[str], bool] = lambda _: False) -> Mappin
         if only_zeros(item.transfers) and not item.bare:
             found.setdefault(item.file, []).append(Hole(start, start + item.nbytes))
         elif not item.zero_elems:
-            for part, source, to in _long_copies(item.transfers, item.dtype, item.box.size):
-                if (source - start - to) % EXTENT_BYTES == 0 and shares(part.item.file):
-                    first = -(-(start + to) // EXTENT_BYTES) * EXTENT_BYTES
-                    stop = (start + to + part.nbytes) // EXTENT_BYTES * EXTENT_BYTES
-                    found.setdefault(item.file, []).append(Hole(first, stop))
+            for copy in _long_copies(item.transfers, item.dtype, item.box.size):
+                (source, at), to = _source(item.transfers, copy), start + copy.to
+                if (at - to) % EXTENT_BYTES == 0 and shares(source):
+                    first, stop = -(-to // EXTENT_BYTES), (to + copy.nbytes) // EXTENT_BYTES
+                    blocks = Hole(first * EXTENT_BYTES, stop * EXTENT_BYTES)
+                    found.setdefault(item.file, []).append(blocks)
     return {file: sorted(ranges) for file, ranges in found.items()}
 
 
@@ -269,6 +270,15 @@ def _place_blobs(target: Target, blobs: Iterable[tuple[str, bytes]], files: _Fil
     return tuple(OutputBlob(key, box, *places[data], data) for key, box, data in archives)
 
 
+class _LongCopy(NamedTuple):
+    """A long gapless copy out of a part of an item, which can share blocks with its source."""
+
+    number: int  # of the part
+    first: int  # byte of the source's payload
+    to: int  # byte of the item's payload
+    nbytes: int
+
+
 class _ItemForm(NamedTuple):
     """An item without the names of its tensor and sources: the states of a parameter have the same ones."""
 
@@ -277,6 +287,7 @@ class _ItemForm(NamedTuple):
     length: int  # bytes, container included
     zeros: int
     parts: tuple[tuple[Located, Strategy], ...]  # each with its strategy
+    copies: tuple[_LongCopy, ...]
 
 
 class _Items:
@@ -300,38 +311,43 @@ class _Items:
                     f"{tensor.key}: its placement does not tile shape {tensor.shape}: {problem}"
                 )
             forms = self._known[key] = list(_item_forms(reader, boxes))
-        for rank, box, length, zeros, parts in forms:
+        for rank, box, length, zeros, parts, copies in forms:
             transfers = [transfer(reader, at, how, box) for at, how in parts]
-            phases = _phases(transfers, tensor.dtype, box.size) if length >= SHARED_BYTES else {}
-            phase = max(phases, key=phases.__getitem__, default=None)
-            head = len(tensor_frame(tensor.dtype, box.size).head)
-            name, offset = self._files.place(rank, length, None if phase is None else phase - head)
+            in_block = None
+            if phases := _phases(transfers, copies):
+                head = tensor_frame(tensor.dtype, box.size).head
+                in_block = max(phases, key=phases.__getitem__) - len(head)
+            name, offset = self._files.place(rank, length, in_block)
             yield (
                 rank,
                 OutputItem(tensor.key, box, tensor.dtype, name, offset, length, tuple(transfers), zeros),
             )
 
 
-def _phases(transfers: Iterable[Transfer | Computation], dtype: str, size: tuple[int, ...]) -> Counter[int]:
-    """Where in a block the payload of an item may begin -> bytes that then lie in it as in their sources.
-
-    These can share their blocks. Where a source's payload does not begin as is likely, they are copied.
-    """
-    found: Counter[int] = Counter()
-    for part, source, to in _long_copies(transfers, dtype, size):
-        found[(source - to) % EXTENT_BYTES] += part.nbytes
-    return found
-
-
 def _long_copies(
     transfers: Iterable[Transfer | Computation], dtype: str, size: tuple[int, ...]
-) -> Iterator[tuple[Transfer, int, int]]:
-    """Long copies, each with its likely place in the source's file and its place in the item's payload, in bytes."""
+) -> Iterator[_LongCopy]:
     width, strides = itemsize(dtype), row_major_strides(size)
-    for one in transfers:
+    for number, one in enumerate(transfers):
         for part in long_parts(one, dtype, size):
-            source = likely_start(part.item, dtype, part.shape) + part.piece.offset * width
-            yield part, source, width * sum(a * s for a, s in zip(part.box.start, strides, strict=True))
+            to = sum(a * s for a, s in zip(part.box.start, strides, strict=True))
+            yield _LongCopy(number, part.piece.offset * width, to * width, part.nbytes)
+
+
+def _source(transfers: Sequence[Transfer | Computation], copy: _LongCopy) -> tuple[str, int]:
+    """The file and the byte at which a copy is likely to begin; where it does not, nothing is shared."""
+    one = transfers[copy.number]
+    assert isinstance(one, Transfer)  # what is computed is not copied
+    return one.item.file, likely_start(one.item, one.dtype, one.shape) + copy.first
+
+
+def _phases(transfers: Sequence[Transfer | Computation], copies: Iterable[_LongCopy]) -> Counter[int]:
+    """Where in a block an item's payload may begin -> bytes of its copies that then lie there as in their sources."""
+    found: Counter[int] = Counter()
+    for copy in copies:
+        _, start = _source(transfers, copy)
+        found[(start - copy.to) % EXTENT_BYTES] += copy.nbytes
+    return found
 
 
 def _item_forms(reader: TargetReader, boxes: Sequence[tuple[int, Box]]) -> Iterator[_ItemForm]:
@@ -342,7 +358,10 @@ def _item_forms(reader: TargetReader, boxes: Sequence[tuple[int, Box]]) -> Itera
         found = sorted(reader.locate(box), key=lambda at: at.piece.box.start)
         parts = [(at, strategy(reader, at, box)) for at in found]
         zeros = box.volume - sum(at.piece.box.volume for at in found)
-        yield _ItemForm(rank, box, tensor_frame(tensor.dtype, box.size).length, zeros, tuple(parts))
+        transfers = [transfer(reader, at, how, box) for at, how in parts]
+        copies = tuple(_long_copies(transfers, tensor.dtype, box.size))
+        length = tensor_frame(tensor.dtype, box.size).length
+        yield _ItemForm(rank, box, length, zeros, tuple(parts), copies)
 
 
 def raise_all(problems: Sequence[MappingError | CorruptCheckpointError]) -> None:
@@ -415,7 +434,8 @@ def _in_phase(header: bytes, items: Iterable[OutputItem]) -> bytes:
     """
     votes: Counter[int] = Counter()
     for item in items:
-        for phase, nbytes in _phases(item.transfers, item.dtype, item.box.size).items():
+        copies = _long_copies(item.transfers, item.dtype, item.box.size)
+        for phase, nbytes in _phases(item.transfers, copies).items():
             votes[(phase - item.offset - len(header)) % EXTENT_BYTES] += nbytes
     gap = max((gap for gap in votes if gap % 8 == 0), key=votes.__getitem__, default=0)
     length = len(header) - 8 + gap
