@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckpt_tools.cli.reports import size_and_time
 from ckpt_tools.errors import CorruptCheckpointError, StorageError
 from ckpt_tools.execute.output.fileio import check_direct
 from ckpt_tools.execute.run import Output, WriteOptions, write_checkpoint
@@ -182,6 +183,17 @@ def test_unread_payloads(case, tmp_path, clones):
     assert_equal(stock_load(tmp_path / "out", case.plan), case.expected)
     write_checkpoint(case.plan, case.files, Output(tmp_path / "again"), replace(options, verify_output=True))
     assert tree(tmp_path / "again") == tree(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("cloned", "says"),
+    [(2 << 20, "4.0 MiB in 0.50 s"), (3 << 20, "4.0 MiB in 0.50 s, 3.0 MiB of it shared with the source")],
+)
+def test_a_verdict_says_when_most_is_shared(case, tmp_path, cloned, says):
+    report = write_checkpoint(case.plan, case.files, Output(tmp_path / "out"), ONE_THREAD)
+    report = replace(report, bytes_written=4 << 20, bytes_cloned=cloned, seconds=0.5)
+    assert size_and_time(report) == says
+    assert report.in_short()["bytes_cloned"] == cloned
 
 
 @pytest.fixture(params=["xfs", "btrfs"])

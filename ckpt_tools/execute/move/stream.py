@@ -262,6 +262,8 @@ class Pump:
 
     def is_intact(self, item: OutputItem, file: OutputFile, checksum: int) -> bool:
         """Whether the archive is there as it was written: its frame, and a payload with this CRC-32."""
+        if not checksum and item.nbytes:
+            return False  # nobody summed it
         frame = _frame_of(item)
         at = item.offset + len(frame.head)
         end = at + frame.payload_bytes
