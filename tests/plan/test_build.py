@@ -41,6 +41,8 @@ from ckpt_tools.plan.build import (
     build_plan,
     build_safetensors_plan,
     file_rank,
+    hole_bytes,
+    holes,
     plan_digest,
     worker_share,
 )
@@ -179,7 +181,11 @@ def test_a_long_copy_lies_in_its_block_as_in_its_source(catalog, view, phase):
     shape = view_shape(view, catalog.tensors["w"].shape)
     small = [TargetTensor(key, "uint8", (3,), (Source("s"),)) for key in ("a", "b")]
     target = Target((small[0], TargetTensor("w", "float32", shape, (Source("w", view),)), small[1]))
-    before, item, behind = build_plan(catalog, target, whole, 1).items
+    plan = build_plan(catalog, target, whole, 1)
+    before, item, behind = plan.items
+    assert not holes(plan)
+    blocks = hole_bytes(holes(plan, lambda _: True))  # nothing is set aside for them
+    assert blocks % (MIB - 4096) == 0 and (blocks > 0) == (phase is not None)
     if phase is None:
         assert item.offset == -(-(before.offset + before.length) // ALIGNMENT) * ALIGNMENT
     else:
