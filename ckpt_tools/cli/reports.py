@@ -91,7 +91,16 @@ def shared(links: Mapping[str, Any]) -> list[str]:
 
 def _size_and_time(written: WriteReport) -> str:
     """What every verdict of a written checkpoint ends with."""
-    return f"{human_bytes(written.bytes_written)} in {written.seconds:.2f} s"
+    return f"{human_bytes(written.bytes_written)} {time_and_shared(written)}"
+
+
+def time_and_shared(written: WriteReport) -> str:
+    """How long it took, and what was not copied where that is most of it."""
+    shared = written.bytes_cloned
+    of_it = (
+        f", {human_bytes(shared)} of it shared with the source" if 2 * shared > written.bytes_written else ""
+    )
+    return f"in {written.seconds:.2f} s{of_it}"
 
 
 def _lost(report: ConversionReport) -> list[str]:
@@ -240,6 +249,8 @@ def source_checksums(w: WriteReport) -> str:
     """What was proven of the source's stored bytes."""
     if w.check_source == "none":
         return "the source was not checked (--check-source none)"
+    if w.check_source == "unread":
+        return "nothing; parts of tensors have no checksum in the output (--check-source unread)"
     proven = f"{w.payloads_proven:,} checksums of the source ({human_bytes(w.bytes_proven)})"
     if not w.payloads_without_checksum:
         return proven if w.payloads_proven else "nothing of the source was read"

@@ -114,7 +114,8 @@ TABLE: dict[str, Row] = {
                                  "of the rows."),
     "check_source": option(c.SourceCheck, "--check-source", default="all", panel=RUN,
                            help="Compare everything that is read with the checksum that its writer stored; none: "
-                                "skip the check, corruption is copied."),
+                                "skip the check, corruption is copied; unread: also copy "
+                                "parts of tensors without reading them, so that they get no checksum."),
     "ignore_keys": option(list[str], "--ignore-keys", read=v.globs, panel=RUN,
                           help="Leave out the keys and tensors that match this glob (repeatable)."),
     "overwrite": flag("--overwrite", panel=RUN, help="Replace the checkpoint at exactly this output path."),

@@ -180,7 +180,7 @@ class _Run:
         self._proof = self._new_proof()
 
     def _new_proof(self) -> SourceProof | None:
-        return SourceProof() if self._job.options.check_source != "none" else None
+        return SourceProof() if self._job.options.check_source == "all" else None
 
     def steps(self) -> tuple[list[_Share], ProofReport]:
         """What every rank has done, and what was proven of the source."""
@@ -240,7 +240,7 @@ class _Run:
         job, data = self._job, self.output.data
         assert data is not None  # of a store nothing is read back
         with (
-            closing(SourceReader(job.files, self.output.scratch, None)) as source,
+            closing(self._source(proven=False)) as source,
             closing(open_files(str(data))) as there,
         ):
             return has_blobs(job.plan, there) and is_written(
@@ -275,8 +275,9 @@ class _Run:
             "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
 
-    def _source(self) -> SourceReader:
-        return SourceReader(self._job.files, self.output.scratch, self._proof)
+    def _source(self, proven: bool = True) -> SourceReader:
+        sums = self._job.options.check_source != "unread"
+        return SourceReader(self._job.files, self.output.scratch, self._proof if proven else None, sums)
 
     def _prove(self) -> ProofReport:
         """Complete the proof of what all ranks have read; then the source is not needed any more."""

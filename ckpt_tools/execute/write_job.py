@@ -103,7 +103,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """How to work. None of it changes a byte of the result."""
+    """How to work. None of it changes a byte of the result, but for checksums that `unread` leaves out."""
 
     threads: int = 2
     memory_bytes: int | None = None  # for buffers, of all workers together; None: see `default_bytes`
@@ -156,6 +156,7 @@ class WriteReport:
         """What was written and proven, as every command that rewrites a checkpoint says it to programs."""
         return {
             "bytes_written": self.bytes_written,
+            "bytes_cloned": self.bytes_cloned,
             "seconds": self.seconds,
             "check_source": self.check_source,
             "payloads_proven": self.payloads_proven,

@@ -18,8 +18,11 @@ LayoutName: TypeAlias = Literal["mfsdp-v1", "mfsdp-v2", "fsdp2", "even"]
 """Whose placement of rows."""
 CheckLevel: TypeAlias = Literal["sample", "all", "none"]
 """How much of fp32 masters is compared with weights: a few rows of every tensor, everything, or nothing."""
-SourceCheck: TypeAlias = Literal["all", "none"]
-"""Whether every payload that is read from must have the checksum its writer stored."""
+SourceCheck: TypeAlias = Literal["all", "none", "unread"]
+"""Whether every payload that is read from must have the checksum its writer stored.
+
+`unread`: none is looked at, and what is cut from one is not summed for its new archive either.
+"""
 Quantization: TypeAlias = Literal["fp8-block"]
 """How weights of an export are quantized."""
 TowerName: TypeAlias = Literal["language"]

@@ -26,9 +26,14 @@ import orjson
 
 from ckpt_tools.errors import CorruptCheckpointError, MappingError, list_problems
 from ckpt_tools.formats.safetensors import safetensors_header
-from ckpt_tools.formats.torch_archive.tensor_template import EXTENT_BYTES, framed_tensor, tensor_frame
+from ckpt_tools.formats.torch_archive.tensor_template import (
+    EXTENT_BYTES,
+    framed_tensor,
+    likely_start,
+    tensor_frame,
+)
 from ckpt_tools.formats.torch_archive.zip_archive import ALIGNMENT
-from ckpt_tools.model.box import Box, full_box
+from ckpt_tools.model.box import Box, full_box, row_major_strides
 from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.dtypes import itemsize
 from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTensor
@@ -46,6 +51,7 @@ from ckpt_tools.model.transfers import (
 )
 from ckpt_tools.model.views import Piece
 from ckpt_tools.model.without_gc import without_gc
+from ckpt_tools.plan.byte_runs import long_parts
 from ckpt_tools.plan.overlap import (
     ChunkFinder,
     Located,
@@ -121,13 +127,26 @@ class Hole(NamedTuple):
     stop: int
 
 
-def holes(plan: Plan) -> Mapping[str, list[Hole]]:
-    """By file, in order: the payloads of long items that are nothing but zeros."""
+def holes(plan: Plan, shares: Callable[[str], bool] = lambda _: False) -> Mapping[str, list[Hole]]:
+    """By file, in order: where nothing is written.
+
+    The payloads of long items that are nothing but zeros, and what lies in its block as in a source file of which the
+    output `shares` blocks.
+    """
     found: dict[str, list[Hole]] = {}
     for item in plan.items:
-        if item.nbytes >= MIN_BYTES and not item.bare and only_zeros(item.transfers):
-            start = item.offset + len(tensor_frame(item.dtype, item.box.size).head)
+        if item.nbytes < MIN_BYTES:
+            continue
+        start = item.offset + (0 if item.bare else len(tensor_frame(item.dtype, item.box.size).head))
+        if only_zeros(item.transfers) and not item.bare:
             found.setdefault(item.file, []).append(Hole(start, start + item.nbytes))
+        elif not item.zero_elems:
+            for copy in _long_copies(item.transfers, item.dtype, item.box.size):
+                (source, at), to = _source(item.transfers, copy), start + copy.to
+                if (at - to) % EXTENT_BYTES == 0 and shares(source):
+                    first, stop = -(-to // EXTENT_BYTES), (to + copy.nbytes) // EXTENT_BYTES
+                    blocks = Hole(first * EXTENT_BYTES, stop * EXTENT_BYTES)
+                    found.setdefault(item.file, []).append(blocks)
     return {file: sorted(ranges) for file, ranges in found.items()}
 
 
@@ -136,7 +155,6 @@ def hole_bytes(found: Mapping[str, list[Hole]]) -> int:
 
 
 FILE_BYTES = 1 << 30  # a file that is this long gets no further item
-SHARED_BYTES = 1 << 20  # so long a copy of a whole payload may begin behind a gap, for extents to be shared
 
 Placement: TypeAlias = Callable[[TargetTensor], Sequence[tuple[int, Box]]]
 """The boxes of a tensor, in its global coordinates, and the target rank that owns each."""
@@ -164,14 +182,13 @@ class _Files:
         self._names = [_file_name(rank, 0) for rank in range(world)]  # of the file that is filled
 
     def place(self, rank: int, length: int, in_block: int | None = None) -> tuple[str, int]:
-        """File and offset of `length` bytes, in the order of the calls; `in_block`: where in a block they begin."""
+        """File and offset of `length` bytes, in the order of the calls; `in_block`: of a block, where they begin."""
         ends = self._ends[rank]
         if ends[-1] >= FILE_BYTES:
             self._names[rank] = _file_name(rank, len(ends))
             ends.append(0)
-        offset = -(-ends[-1] // ALIGNMENT) * ALIGNMENT
-        if in_block is not None:
-            offset += (in_block - offset) % EXTENT_BYTES
+        align, rest = (ALIGNMENT, 0) if in_block is None else (EXTENT_BYTES, in_block)
+        offset = ends[-1] + (rest - ends[-1]) % align
         ends[-1] = offset + length
         return self._names[rank], offset
 
@@ -253,6 +270,15 @@ def _place_blobs(target: Target, blobs: Iterable[tuple[str, bytes]], files: _Fil
     return tuple(OutputBlob(key, box, *places[data], data) for key, box, data in archives)
 
 
+class _LongCopy(NamedTuple):
+    """A long gapless copy out of a part of an item, which can share blocks with its source."""
+
+    number: int  # of the part
+    first: int  # byte of the source's payload
+    to: int  # byte of the item's payload
+    nbytes: int
+
+
 class _ItemForm(NamedTuple):
     """An item without the names of its tensor and sources: the states of a parameter have the same ones."""
 
@@ -261,6 +287,7 @@ class _ItemForm(NamedTuple):
     length: int  # bytes, container included
     zeros: int
     parts: tuple[tuple[Located, Strategy], ...]  # each with its strategy
+    copies: tuple[_LongCopy, ...]
 
 
 class _Items:
@@ -284,9 +311,12 @@ class _Items:
                     f"{tensor.key}: its placement does not tile shape {tensor.shape}: {problem}"
                 )
             forms = self._known[key] = list(_item_forms(reader, boxes))
-        for rank, box, length, zeros, parts in forms:
+        for rank, box, length, zeros, parts, copies in forms:
             transfers = [transfer(reader, at, how, box) for at, how in parts]
-            in_block = _as_in_source(transfers[0], tensor, box) if length >= SHARED_BYTES and parts else None
+            in_block = None
+            if phases := _phases(transfers, copies):
+                head = tensor_frame(tensor.dtype, box.size).head
+                in_block = max(phases, key=phases.__getitem__) - len(head)
             name, offset = self._files.place(rank, length, in_block)
             yield (
                 rank,
@@ -294,17 +324,30 @@ class _Items:
             )
 
 
-def _as_in_source(first: Transfer | Computation, tensor: TargetTensor, box: Box) -> int | None:
-    """Where in a block an item begins so that its first payload lies there as in its source, and can be shared.
+def _long_copies(
+    transfers: Iterable[Transfer | Computation], dtype: str, size: tuple[int, ...]
+) -> Iterator[_LongCopy]:
+    width, strides = itemsize(dtype), row_major_strides(size)
+    for number, one in enumerate(transfers):
+        for part in long_parts(one, dtype, size):
+            to = sum(a * s for a, s in zip(part.box.start, strides, strict=True))
+            yield _LongCopy(number, part.piece.offset * width, to * width, part.nbytes)
 
-    None: it is not a whole payload, or the item would not be aligned. The source's head is taken for what torch
-    writes now; where it is another, bytes are copied instead.
-    """
-    if first.strategy != VERBATIM or isinstance(first, Computation):
-        return None
-    heads = len(tensor_frame(first.dtype, first.shape).head) - len(tensor_frame(tensor.dtype, box.size).head)
-    start = (first.item.offset + heads) % EXTENT_BYTES
-    return None if start % ALIGNMENT or first.item.bare else start
+
+def _source(transfers: Sequence[Transfer | Computation], copy: _LongCopy) -> tuple[str, int]:
+    """The file and the byte at which a copy is likely to begin; where it does not, nothing is shared."""
+    one = transfers[copy.number]
+    assert isinstance(one, Transfer)  # what is computed is not copied
+    return one.item.file, likely_start(one.item, one.dtype, one.shape) + copy.first
+
+
+def _phases(transfers: Sequence[Transfer | Computation], copies: Iterable[_LongCopy]) -> Counter[int]:
+    """Where in a block an item's payload may begin -> bytes of its copies that then lie there as in their sources."""
+    found: Counter[int] = Counter()
+    for copy in copies:
+        _, start = _source(transfers, copy)
+        found[(start - copy.to) % EXTENT_BYTES] += copy.nbytes
+    return found
 
 
 def _item_forms(reader: TargetReader, boxes: Sequence[tuple[int, Box]]) -> Iterator[_ItemForm]:
@@ -315,7 +358,10 @@ def _item_forms(reader: TargetReader, boxes: Sequence[tuple[int, Box]]) -> Itera
         found = sorted(reader.locate(box), key=lambda at: at.piece.box.start)
         parts = [(at, strategy(reader, at, box)) for at in found]
         zeros = box.volume - sum(at.piece.box.volume for at in found)
-        yield _ItemForm(rank, box, tensor_frame(tensor.dtype, box.size).length, zeros, tuple(parts))
+        transfers = [transfer(reader, at, how, box) for at, how in parts]
+        copies = tuple(_long_copies(transfers, tensor.dtype, box.size))
+        length = tensor_frame(tensor.dtype, box.size).length
+        yield _ItemForm(rank, box, length, zeros, tuple(parts), copies)
 
 
 def raise_all(problems: Sequence[MappingError | CorruptCheckpointError]) -> None:
@@ -356,24 +402,44 @@ def build_safetensors_plan(
     for file in files:
         ordered = sorted(file.tensors, key=lambda t: -itemsize(t.dtype))
         infos = {t.key: TensorInfo(t.dtype, shapes.get(t.key, t.shape)) for t in ordered}
-        header = safetensors_header(infos)
-        blobs.append(OutputBlob(file.name, None, file.name, 0, header))
-        at = len(header)
+        made: list[OutputItem] = []
+        inline: list[OutputBlob] = []
+        at = 0  # counted from the end of the header
         for tensor in ordered:
             if isinstance(tensor, InlineTensor):
-                blobs.append(OutputBlob(tensor.key, full_box(tensor.shape), file.name, at, tensor.data))
+                inline.append(OutputBlob(tensor.key, full_box(tensor.shape), file.name, at, tensor.data))
             else:
                 try:
-                    items.extend(_items(finder, tensor, file.name, at))
+                    made.extend(_items(finder, tensor, file.name, at))
                 except (MappingError, CorruptCheckpointError) as error:
                     problems.append(error)
             at += prod(tensor.shape) * itemsize(tensor.dtype)
-        sizes[file.name] = at
+        header = _in_phase(safetensors_header(infos), made)
+        start = len(header)
+        blobs.append(OutputBlob(file.name, None, file.name, 0, header))
+        blobs += [blob._replace(offset=start + blob.offset) for blob in inline]
+        items += [item._replace(offset=start + item.offset) for item in made]
+        sizes[file.name] = start + at
         tensors |= infos
     raise_all(problems)
     paths = {key: (key,) for key in tensors}
     digest = plan_digest(tuple(items), tuple(blobs), sizes, tensors, paths)
     return Plan(tuple(items), tuple(blobs), sizes, tensors, paths, digest)
+
+
+def _in_phase(header: bytes, items: Iterable[OutputItem]) -> bytes:
+    """The header of `items`, whose offsets count from its end, with spaces behind it.
+
+    For most bytes to lie in their blocks as in their sources. A header's length is a multiple of 8.
+    """
+    votes: Counter[int] = Counter()
+    for item in items:
+        copies = _long_copies(item.transfers, item.dtype, item.box.size)
+        for phase, nbytes in _phases(item.transfers, copies).items():
+            votes[(phase - item.offset - len(header)) % EXTENT_BYTES] += nbytes
+    gap = max((gap for gap in votes if gap % 8 == 0), key=votes.__getitem__, default=0)
+    length = len(header) - 8 + gap
+    return length.to_bytes(8, "little") + header[8:] + b" " * gap
 
 
 def _items(finder: ChunkFinder, tensor: TargetTensor, file: str, at: int) -> Iterator[OutputItem]:

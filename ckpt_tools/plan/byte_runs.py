@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Item
-from ckpt_tools.model.transfers import VERBATIM, Computation, OutputItem
+from ckpt_tools.model.dtypes import itemsize
+from ckpt_tools.model.transfers import VERBATIM, Computation, OutputItem, Transfer
 
 # One more read costs about as much as reading this many bytes more: the disk and the system call.
 READ_COST_BYTES = 64 * 1024
@@ -109,6 +110,33 @@ def is_run(region: Box, size: Sequence[int]) -> bool:
     while axis < len(size) and region.size[axis] == 1:
         axis += 1
     return region.size[axis + 1 :] == tuple(size[axis + 1 :])
+
+
+SHARED_BYTES = 1 << 20  # so long a copy may have a gap in front of its item, to share blocks with its source
+
+
+def long_parts(transfer: Transfer | Computation, dtype: str, size: Sequence[int]) -> list[Transfer]:
+    """A transfer into an item of this type and size, in parts that are gapless both in their payload and in the item.
+
+    None where these are shorter than `SHARED_BYTES`, or are computed.
+    """
+    if isinstance(transfer, Computation) or transfer.dtype != dtype or transfer.nbytes < SHARED_BYTES:
+        return []
+    piece = transfer.piece
+    axis, inner, region = len(size), 1, piece.box
+    while axis and (region.size[axis - 1] == 1 or piece.strides[axis - 1] == inner):
+        axis -= 1
+        inner *= region.size[axis]
+        if region.size[axis] != size[axis]:
+            break
+    if inner * itemsize(dtype) < SHARED_BYTES:
+        return []
+    lead = (range(a, a + n) for a, n in zip(region.start[:axis], region.size[:axis], strict=True))
+    boxes = (
+        Box((*index, *region.start[axis:]), (*(1,) * axis, *region.size[axis:]))
+        for index in itertools.product(*lead)
+    )
+    return [transfer._replace(piece=part) for part in map(piece.crop, boxes) if part]
 
 
 def row_major_tiles(box: Box, limit_elems: int) -> Iterator[Box]:

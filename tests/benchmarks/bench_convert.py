@@ -129,6 +129,8 @@ def commands(source: Path, sample: Path, report: Path) -> dict[str, Callable[[Pa
 
     return {
         "cp -r": lambda out: ["cp", "-r", str(sample), str(out)],
+        "cp --reflink=never": lambda out: ["cp", "-r", "--reflink=never", str(sample), str(out)],
+        "cp --reflink=always": lambda out: ["cp", "-r", "--reflink=always", str(sample), str(out)],
         "parallel cp": lambda out: ["sh", "-c", PARALLEL_CP.format(sample=f"{sample}16", out=out)],
         "convert": lambda out: [*ours, str(out), *said],
         "convert, before": lambda out: [*ours, str(out), *said],
@@ -139,6 +141,8 @@ def commands(source: Path, sample: Path, report: Path) -> dict[str, Callable[[Pa
         "masters all, before": lambda out: [*ours, str(out), *said, "--check-masters", "all"],
         "masters none": lambda out: [*ours, str(out), *said, "--check-masters", "none"],
         "source none": lambda out: [*ours, str(out), *said, "--check-source", "none"],
+        "source none, before": lambda out: [*ours, str(out), *said, "--check-source", "none"],
+        "source unread": lambda out: [*ours, str(out), *said, "--check-source", "unread"],
         "cp + sync, cold": lambda out: ["sh", "-c", f"cp -r {sample} {out} && sync -f {out}"],
         "convert --fsync, cold": lambda out: [*ours, str(out), *said, "--fsync"],
         "convert --direct, cold": lambda out: [*ours, str(out), *said, *DIRECT],

@@ -43,6 +43,7 @@ from tests.damage import flip_bit
 from tests.folders import content
 
 NONE = WriteOptions(check_source="none")
+UNREAD = WriteOptions(check_source="unread")
 Command = Callable[[str, str, WriteOptions], Any]
 
 
@@ -175,16 +176,27 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path, name):
     assert unread < min(4, len(stored))
 
 
-@pytest.mark.parametrize("name", ["natural", "buckets, for a topology", "way back"])
-def test_unproven_only_if_asked_for(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("natural", NONE, "the source was not checked (--check-source none)"),
+        ("buckets, for a topology", NONE, "the source was not checked (--check-source none)"),
+        (
+            "way back",
+            UNREAD,
+            "nothing; parts of tensors have no checksum in the output (--check-source unread)",
+        ),
+    ],
+)
+def test_unproven_only_if_asked_for(tmp_path, name, options, says):
     fixture, command = COMMANDS[name]
     source, out = copy_of(fixture, tmp_path / "in"), tmp_path / "out"
     weights = [p for p in payloads(source) if "exp_avg" in p[0]]
     _, path, offset, nbytes = weights[len(weights) // 2]
     flip_bit(path, offset + nbytes // 2)
-    report = command(str(source), str(out), NONE)
-    assert source_checksums(report.written) == "the source was not checked (--check-source none)"
-    assert report.written.check_source == "none"
+    report = command(str(source), str(out), options)
+    assert source_checksums(report.written) == says
+    assert report.written.check_source == options.check_source
     assert (report.written.payloads_proven, report.written.bytes_read_to_prove) == (0, 0)
 
 

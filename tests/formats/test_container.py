@@ -24,7 +24,12 @@ from ckpt_tools.formats.torch_archive.item_reader import (
     record_stretches,
     whole_file,
 )
-from ckpt_tools.formats.torch_archive.tensor_template import framed_tensor, tensor_frame, usual_item
+from ckpt_tools.formats.torch_archive.tensor_template import (
+    framed_tensor,
+    likely_start,
+    tensor_frame,
+    usual_item,
+)
 from ckpt_tools.formats.torch_archive.zip_archive import payload_offset, read_directory, write_archive
 from ckpt_tools.model.catalog import Item
 from ckpt_tools.model.dtypes import ITEMSIZE
@@ -303,6 +308,23 @@ def test_frame_equals_torch_save(dtype, shape):
     stock = io.BytesIO()
     torch.save(tensor_of(dtype, shape, payload), stock)
     assert framed_tensor(dtype, shape, payload) == stock.getvalue()
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 300), (1, 2, 1, 3, 2)])
+def test_lengths_of_archives_up_to_torch_2_6(shape):
+    """Written by torch's writer, record by record as `torch.save` did then; a plan goes by the length of an item."""
+    tensor, stock = torch.zeros(shape), io.BytesIO()
+    torch.save(tensor, stock)
+    reader, older = torch._C.PyTorchFileReader(io.BytesIO(stock.getvalue())), io.BytesIO()
+    writer = torch._C.PyTorchFileWriter(older)
+    for name in ("data.pkl", "byteorder", "data/0"):
+        content = reader.get_record(name)
+        writer.write_record(name, content, len(content))
+    writer.write_end_of_file()
+    assert torch.equal(torch.load(io.BytesIO(older.getvalue()), weights_only=True), tensor)
+    item = Item("f", 5, len(older.getvalue()))
+    start = torch._C.PyTorchFileReader(io.BytesIO(older.getvalue())).get_record_offset("data/0")
+    assert likely_start(item, "float32", shape) == 5 + start
 
 
 class Recorder(io.RawIOBase):

@@ -34,8 +34,18 @@ from ckpt_tools.model.transfers import (
     item_rows,
     plan_summary,
 )
-from ckpt_tools.model.views import Narrow, Place, Select, Source
-from ckpt_tools.plan.build import Placement, build_plan, file_rank, plan_digest, worker_share
+from ckpt_tools.model.views import Narrow, Place, Select, Source, view_shape
+from ckpt_tools.plan.build import (
+    Placement,
+    WeightFile,
+    build_plan,
+    build_safetensors_plan,
+    file_rank,
+    hole_bytes,
+    holes,
+    plan_digest,
+    worker_share,
+)
 from ckpt_tools.plan.links import link_tensors
 from tests.conftest import REPO
 from tests.strategies import Shape, tilings
@@ -131,29 +141,78 @@ def test_a_full_file_gets_no_further_item(monkeypatch, world):
     assert len(plan.file_bytes) > world
 
 
-@given(at=st.integers(0, 1 << 20), before=st.integers(1, 3000), rows=st.sampled_from([1, 128, 129]))
-def test_a_long_whole_payload_lies_in_its_block_as_in_its_source(at, before, rows):
-    """So a file system can share its extents; where the source's item is not aligned, the target's still is."""
-    shape = (rows, 2048)  # 1 MiB and a little, where it is long
+MIB = 1 << 20
+ROWS, COLUMNS = 256, 1024  # of float32: 1 MiB
+
+
+def layers(*starts: int, rows: int = ROWS, described: bool = True, bare: bool = False) -> Catalog:
+    """A stacked tensor `w` of a chunk a layer, whose payload begins at that byte of its file; and a small one."""
+    box = Box((0, 0, 0), (1, rows, COLUMNS))
+    frame = tensor_frame("float32", box.size, described)
+    head, length = (0, frame.payload_bytes) if bare else (len(frame.head), frame.length)
+    chunks = [
+        Chunk(box.shift((n, 0, 0)), Item(f"{n}", start - head, length, bare))
+        for n, start in enumerate(starts)
+    ]
+    small = Chunk(full_box((3,)), Item("s", 0, 4096))
+    shape = (len(starts), rows, COLUMNS)
     entries = {
-        "small": TensorEntry("small", "uint8", (before,), (Chunk(full_box((before,)), Item("s", 0, 4096)),)),
-        "w": TensorEntry(
-            "w", "float32", (1, *shape), (Chunk(full_box((1, *shape)), Item("s", at, 1 << 21)),)
-        ),
+        "w": TensorEntry("w", "float32", shape, tuple(chunks)),
+        "s": TensorEntry("s", "uint8", (3,), (small,)),
     }
-    tensors = (
-        TargetTensor("small", "uint8", (before,), (Source("small"),)),
-        TargetTensor("w", "float32", shape, (Source("w", (Select(0, 0),)),)),
-    )
-    small, item = build_plan(Catalog("", entries, {}), Target(tensors), whole, 1).items
-    stored, made = (len(tensor_frame("float32", size).head) for size in ((1, *shape), shape))
-    assert item.offset % ALIGNMENT == 0
-    gap = item.offset - (small.offset + small.length)
-    if rows > 1 and at % ALIGNMENT == 0:
-        assert (item.offset + made - at - stored) % 4096 == 0
-        assert 0 <= gap < 4096 + ALIGNMENT
+    return Catalog("", entries, {})
+
+
+@pytest.mark.parametrize(
+    ("catalog", "view", "phase"),
+    [
+        pytest.param(layers(5001), (Select(0, 0),), 5001, id="an archive that begins at any byte"),
+        pytest.param(layers(5001, described=False), (Select(0, 0),), 5001, id="one of torch 2.6"),
+        pytest.param(layers(5001, bare=True), (Select(0, 0),), 5001, id="no archive"),
+        pytest.param(layers(9999, 5001), (Narrow(0, 1, 1),), 5001, id="a layer"),
+        pytest.param(layers(5001, rows=300), (Narrow(1, 44, ROWS),), 5001, id="the last rows"),
+        pytest.param(layers(7000, 5001, 5001), (), 5001, id="most bytes"),
+        pytest.param(layers(5001, 7000), (), 5001, id="the first of two"),
+        pytest.param(layers(5001, rows=ROWS - 1), (), None, id="short"),
+        pytest.param(layers(5001, rows=600), (Narrow(2, 0, 512),), None, id="columns"),
+    ],
+)
+def test_a_long_copy_lies_in_its_block_as_in_its_source(catalog, view, phase):
+    """So a file system can share its blocks; all else begins at the next multiple of 64 bytes."""
+    shape = view_shape(view, catalog.tensors["w"].shape)
+    small = [TargetTensor(key, "uint8", (3,), (Source("s"),)) for key in ("a", "b")]
+    target = Target((small[0], TargetTensor("w", "float32", shape, (Source("w", view),)), small[1]))
+    plan = build_plan(catalog, target, whole, 1)
+    before, item, behind = plan.items
+    assert not holes(plan)
+    blocks = hole_bytes(holes(plan, lambda _: True))  # nothing is set aside for them
+    assert blocks % (MIB - 4096) == 0 and (blocks > 0) == (phase is not None)
+    if phase is None:
+        assert item.offset == -(-(before.offset + before.length) // ALIGNMENT) * ALIGNMENT
     else:
-        assert 0 <= gap < ALIGNMENT
+        assert 0 <= item.offset - (before.offset + before.length) < 4096
+        assert (item.offset + len(tensor_frame("float32", shape).head) - phase) % 4096 == 0
+    assert behind.offset == -(-(item.offset + item.length) // ALIGNMENT) * ALIGNMENT
+
+
+@pytest.mark.parametrize(
+    ("starts", "phase"),
+    [((5000, 5000), 5000), ((5001, 5001), None), ((5000, 7000, 7000), 7000), ((5001, 5001, 5000), 5000)],
+)
+def test_spaces_behind_a_header_let_most_bytes_lie_as_in_their_sources(starts, phase):
+    """Tensors follow it without gaps, and its length is a multiple of 8."""
+    tensors = [
+        TargetTensor(f"w{n}", "float32", (ROWS, COLUMNS), (Source("w", (Select(0, n),)),))
+        for n in range(len(starts))
+    ]
+    plan = build_safetensors_plan(layers(*starts), [WeightFile("x.safetensors", tensors)], {})
+    header = plan.blobs[0].data
+    assert int.from_bytes(header[:8], "little") == len(header) - 8 and len(header) % 8 == 0
+    assert list(json.loads(header[8:])) == ["__metadata__", *(t.key for t in tensors)]
+    assert [item.offset for item in plan.items] == [len(header) + n * MIB for n in range(len(starts))]
+    spaces = len(header) - len(header.rstrip())
+    assert spaces < 8 if phase is None else (len(header) - phase) % 4096 == 0
+    assert plan.bytes_to_write == len(header) + len(starts) * MIB
 
 
 @given(st.data())

@@ -11,7 +11,7 @@ import typer
 from ckpt_tools.cli import options as v
 from ckpt_tools.cli import render
 from ckpt_tools.cli.options import flag, option
-from ckpt_tools.cli.reports import masters_text, print_edited, print_lines, row, shared
+from ckpt_tools.cli.reports import masters_text, print_edited, print_lines, row, shared, time_and_shared
 from ckpt_tools.cli.table import (
     FRESH,
     FRESH_OPTIMIZER,
@@ -346,10 +346,11 @@ def _print_copied(copied: Copied, verbose: bool) -> None:
         verb = "would copy"
     else:
         verb = "compared, it was complete already:" if written.was_there else "copied"
-        size += f" in {written.seconds:.2f} s"
-        if written.check_source == "none":
+        size += f" {time_and_shared(written)}"
+        if written.check_source != "all":
             lines.append(
-                "no payload was compared with the checksum that its writer stored (--check-source none)"
+                "no payload was compared with the checksum that its writer stored "
+                f"(--check-source {written.check_source})"
             )
         else:
             without = f"; {copied.without_checksum:,} have none" if copied.without_checksum else ""

@@ -168,7 +168,7 @@ def _read(opened: Opened, write: WriteOptions) -> tuple[Parts, Masters]:
         parts = parts_of(opened, write.workers)
         return parts, _check_masters(opened, parts, write.threads)
     except VerificationError:
-        if write.check_source != "none":
+        if write.check_source == "all":
             prove_payloads(opened.files, opened.catalog, opened.catalog.tensors, write.threads)
         raise
 

@@ -75,6 +75,7 @@ class Copied:
             "output": self.output,
             "files": self.files,
             "bytes": self.nbytes,
+            "bytes_cloned": 0 if self.written is None else self.written.bytes_cloned,
             "seconds": 0.0 if self.written is None else self.written.seconds,
             "payloads_proven": self.proven,
             "payloads_without_checksum": self.without_checksum,
@@ -171,7 +172,7 @@ def _copy(source: str, output: str, options: CopyOptions, progress: Progress | N
         big.pop(METADATA, None)
         # `.metadata` last, which makes a folder in a store a checkpoint.
         small = sorted(sizes.keys() - big.keys(), key=lambda name: (name == METADATA, name))
-        prove = options.write.check_source != "none"
+        prove = options.write.check_source == "all"
         # Other files are few, and some people edit them.
         links = {name: n for name, n in big.items() if options.hard_link and name.endswith(_TENSORS)}
         read = big if prove else {name: n for name, n in big.items() if name not in links}

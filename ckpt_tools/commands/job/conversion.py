@@ -207,7 +207,7 @@ def convert(
         contradictions = _contradictions(opened, conversion)
         prove_zeros(opened, conversion)
         nbytes = conversion.plan.bytes_to_write
-        if options.write.check_source != "none":
+        if options.write.check_source == "all":
             nbytes += sum(conversion.plan.links.values())  # which are read
         with with_workers(nbytes, options.write, ranks, place.directory) as (ranks, write):
             rehearse(conversion.plan, opened.files, _complete(place, conversion), write, ranks)
@@ -256,7 +256,7 @@ def _plan(writer: Writer[AnyOptions], opened: Opened, options: AnyOptions, ranks
         with without_gc():
             return writer.plan(opened, options, ranks.world)
     except VerificationError:
-        if options.write.check_source != "none":
+        if options.write.check_source == "all":
             keys = [*opened.catalog.tensors, *opened.catalog.objects]
             _prove_shared(opened.files, opened.catalog, keys, ranks, options.write.threads)
         raise
@@ -330,7 +330,7 @@ def _prove_masters(opened: Opened, conversion: Conversion, options: WriteOptions
         return Masters(conversion.masters)
     files, catalog, threads = opened.files, conversion.catalog, options.threads
     report, problems = compare_shared(files, catalog, must_round, mode, ranks, threads, conversion.fp8_recipe)
-    if problems and options.check_source != "none":
+    if problems and options.check_source == "all":
         keys = sorted({s.key for t in must_round for s in (*t.sources, *t.must_round_to)})
         _prove_shared(files, catalog, keys, ranks, threads)
     refuse_masters(problems, conversion.advice)

@@ -22,8 +22,8 @@ the stored weights are written; or the source has none.
 """
 
 _NOTHING = {
-    "bytes_written": 0, "seconds": 0.0, "check_source": "none", "payloads_proven": 0, "payloads_without_checksum": 0,
-    "bytes_proven": 0, "replaced": None, "tracker": None,
+    "bytes_written": 0, "bytes_cloned": 0, "seconds": 0.0, "check_source": "none", "payloads_proven": 0,
+    "payloads_without_checksum": 0, "bytes_proven": 0, "replaced": None, "tracker": None,
 }  # fmt: skip
 """`WriteReport.in_short` of a dry run."""
 

@@ -92,7 +92,7 @@ def load_dtensors(
             prepared = prepare_output(opened, wanted, Layout(layout, topology))
         core = place_model(prepared.live_model(), Layout(layout, topology))
         check_rank_masters(opened.files, prepared, wanted, _rank(mesh), mesh.size())
-        proof = None if wanted.write.check_source == "none" else SourceProof()
+        proof = SourceProof() if wanted.write.check_source == "all" else None
         with closing(BoxReader(opened.files, prepared.catalog, proof)) as reader:
             return _load(prepared, core, _rank(mesh), _meshes(mesh, topology), reader)
 

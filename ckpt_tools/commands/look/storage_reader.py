@@ -148,7 +148,7 @@ class StorageReader(TorchStorageReader):  # type: ignore[misc]  # torch is not r
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read every item of a rank's plan, in the order of the plan."""
         seen = self._seen
-        proof = None if self._options.write.check_source == "none" else SourceProof()
+        proof = SourceProof() if self._options.write.check_source == "all" else None
         with closing(BoxReader(seen.opened.files, seen.prepared.catalog, proof)) as reader:
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:

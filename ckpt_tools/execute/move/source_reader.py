@@ -72,14 +72,19 @@ class SourceReader:
     """Payloads of a checkpoint's items. Safe to share between threads; close it to remove its temporary files.
 
     Payloads that are not row-major (their writer saved a transposed tensor) are rewritten row-major to a temporary
-    file in `spool_parent` first. `proof` sums every byte that is read.
+    file in `spool_parent` first. `proof` sums every byte that is read. Without `sums` nothing is read for a checksum
+    alone, so that archives made of parts of payloads have none.
     """
 
     def __init__(
-        self, files: Files, spool_parent: Path | None = None, proof: SourceProof | None = None
+        self,
+        files: Files,
+        spool_parent: Path | None = None,
+        proof: SourceProof | None = None,
+        sums: bool = True,
     ) -> None:
         self.files = files
-        self.proof = proof
+        self.proof, self.sums = proof, sums
         self._spool_parent = spool_parent
         self._spool: tempfile.TemporaryDirectory[str] | None = None
         self._payloads: OrderedDict[Item, Payload] = OrderedDict()

@@ -1,9 +1,9 @@
 """The tile pump: one output item at a time through buffers of a fixed size.
 
-An item is cut into segments that follow each other in its payload. A segment that is a whole source payload keeps
-its CRC-32 and is copied by the kernel where it need not be proven, is large and local (`_copy_whole`); anything else
-passes through a tile buffer, is cast if it must be, and is summed on the way. The item's CRC is joined from its
-segments'.
+An item is cut into segments that follow each other in its payload. A long segment that is a gapless copy out of a
+local file shares its blocks with the source, is copied by the kernel, or read and written as it is (`_move`); a whole
+payload keeps its CRC-32. Anything else passes through a tile buffer, is cast if it must be, and is summed on the way.
+The item's CRC is joined from its segments'.
 
 A small item that is a whole source payload in the frame that today's torch writes is copied out of one large read
 into one large write. Anything unusual is left to the general way, which explains it.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,13 +32,13 @@ from ckpt_tools.execute.output.fileio import (
     At,
     CopyCount,
     OutputFile,
-    can_share,
     copy_range,
+    share,
     storage_errors,
     stored_ranges,
     write_all,
 )
-from ckpt_tools.execute.proof.payload_sums import RecordProof, Stored, check
+from ckpt_tools.execute.proof.payload_sums import Stored, check
 from ckpt_tools.formats.storage import crc
 from ckpt_tools.formats.storage.files import Files, LocalFiles
 from ckpt_tools.formats.storage.prefetch import Range
@@ -56,7 +56,7 @@ from ckpt_tools.model.transfers import (
     only_zeros,
     stored_parts,
 )
-from ckpt_tools.plan.byte_runs import Span, coalesce, is_run, row_major_tiles
+from ckpt_tools.plan.byte_runs import Span, coalesce, is_dense, is_run, long_parts, row_major_tiles
 from ckpt_tools.plan.overlap import BoxIndex
 
 
@@ -140,6 +140,20 @@ class Counters(Filled):
     copies: CopyCount = field(default_factory=CopyCount)
 
 
+class Copy(NamedTuple):
+    """`nbytes` bytes of a payload, from its byte `first` on, that are copied as they lie."""
+
+    payload: Payload
+    first: int
+    nbytes: int
+    crc32: int | None  # of these bytes, where it is known
+
+    @property
+    def start(self) -> int:
+        """In bytes of the payload's file."""
+        return self.payload.offset + self.first
+
+
 class Segment(NamedTuple):
     """A gapless range of an item's payload: `box` is relative to the item's start."""
 
@@ -149,11 +163,18 @@ class Segment(NamedTuple):
 
 
 def segments(item: OutputItem) -> list[Segment]:
-    """The item's payload in order: one segment a transfer where each fills a gapless range, else one in all."""
+    """The item's payload in order: a segment for each gapless range, if it is made of such, else one in all."""
     size = item.box.size
-    if item.zero_elems == 0 and all(is_run(t.box, size) for t in item.transfers):
-        return [Segment(t.box, (t,), False) for t in item.transfers]
-    return [Segment(Box((0,) * len(size), size), item.transfers, item.zero_elems > 0)]
+    whole = [Segment(Box((0,) * len(size), size), item.transfers, item.zero_elems > 0)]
+    if item.zero_elems:
+        return whole
+    found = []
+    for t in item.transfers:
+        parts = long_parts(t, item.dtype, size)
+        if not parts and not is_run(t.box, size):
+            return whole
+        found += [Segment(part.box, (part,), False) for part in parts or (t,)]
+    return sorted(found, key=lambda segment: segment.box.start)
 
 
 class Pump:
@@ -170,6 +191,7 @@ class Pump:
         self._scratch = np.empty(tile_bytes, np.uint8)
         self._tick = tick
         self.counters = Counters()
+        self._unshared: set[tuple[int, int]] = set()
         self._filler = Filler(source, self._scratch, self.counters)
 
     def reads(self, item: OutputItem | OutputBlob) -> Iterator[Range]:
@@ -186,14 +208,15 @@ class Pump:
             yield from store_ranges(self._source.files, file, start, stop)
 
     def write_item(self, item: OutputItem, file: OutputFile) -> int:
-        """Write one item; returns its payload's CRC-32."""
+        """Write one item; returns its payload's CRC-32, 0 if nobody summed it."""
         frame = _frame_of(item)
         at = item.offset + len(frame.head)
-        total = 0
+        sums = []
         for segment in segments(item):
             nbytes = segment.box.volume * itemsize(item.dtype)
-            total = crc.combine(total, self._write_segment(item, segment, file, at), nbytes)
+            sums.append((self._write_segment(item, segment, file, at), nbytes))
             at += nbytes
+        total = _joined(sums)
         tail = frame.tail(total)
         with storage_errors(file.path):
             write_all(file.fd, frame.head, item.offset)
@@ -226,18 +249,21 @@ class Pump:
         """The item's bytes in order, as `write_item` writes them; each part is valid until the next is asked for."""
         frame = _frame_of(item)
         yield frame.head
-        total = 0
+        sums = []
         for segment in segments(item):
             checksum = 0
             for data, checksum in self._segment_content(item, segment, 0):  # noqa: B007  the last one counts
                 yield data
-            checksum = self._stated(segment, checksum)
-            total = crc.combine(total, checksum, segment.box.volume * itemsize(item.dtype))
-        self._tick(len(frame.head) + len(frame.tail(total)))
-        yield frame.tail(total)
+            stated = self._stated(self._copy(item, segment), checksum)
+            sums.append((stated, segment.box.volume * itemsize(item.dtype)))
+        tail = frame.tail(_joined(sums))
+        self._tick(len(frame.head) + len(tail))
+        yield tail
 
     def is_intact(self, item: OutputItem, file: OutputFile, checksum: int) -> bool:
         """Whether the archive is there as it was written: its frame, and a payload with this CRC-32."""
+        if not checksum and item.nbytes:
+            return False  # nobody summed it
         frame = _frame_of(item)
         at = item.offset + len(frame.head)
         end = at + frame.payload_bytes
@@ -254,20 +280,21 @@ class Pump:
             around = os.pread(file.fd, len(frame.head), item.offset) + os.pread(file.fd, len(tail), end)
         return total == checksum and around == frame.head + tail
 
-    def _write_segment(self, item: OutputItem, segment: Segment, file: OutputFile, at: int) -> int:
-        """Write a segment's bytes from byte `at` of the file on; returns their CRC-32."""
+    def _write_segment(self, item: OutputItem, segment: Segment, file: OutputFile, at: int) -> int | None:
+        """Write a segment's bytes from byte `at` of the file on; returns their CRC-32, None if nobody summed them."""
         if only_zeros(segment.transfers):
             nbytes = segment.box.volume * itemsize(item.dtype)
             self._write_zeros(file, at, at + nbytes)
             return crc.of_zeros(nbytes)
-        payload = self._whole_payload(segment)
-        if payload and payload.crc32 is not None and self._copy_whole(payload, file, at):
-            return payload.crc32
+        copy = self._copy(item, segment)
+        checksum = self._move(copy, file, at) if copy else None
+        if checksum is not None:
+            return self._stated(copy, checksum)
         checksum = 0
         for data, checksum in self._segment_content(item, segment, at):  # noqa: B007  the last one counts
             file.write(data, at)
             at += len(data)
-        return self._stated(segment, checksum)
+        return self._stated(copy, checksum)
 
     def _write_zeros(self, file: OutputFile, start: int, stop: int) -> None:
         """Zeros from byte `start` to `stop` of the file; what is a hole there reads as zeros already."""
@@ -282,10 +309,11 @@ class Pump:
                 done = at + len(data)
         self._tick(stop - done)
 
-    def _stated(self, segment: Segment, found: int) -> int:
+    def _stated(self, copy: Copy | None, found: int) -> int | None:
         """The CRC-32 of a segment's bytes: a whole payload keeps its own, so that unproven damage still shows."""
-        payload = self._whole_payload(segment)
-        return found if payload is None or payload.crc32 is None else payload.crc32
+        if copy is None or (copy.crc32 is None and self._source.sums):
+            return found
+        return copy.crc32
 
     def _segment_content(
         self, item: OutputItem, segment: Segment, at: int
@@ -300,62 +328,57 @@ class Pump:
             yield data, total
             self._tick(len(data))
 
-    def _whole_payload(self, segment: Segment) -> Payload | None:
-        """The payload that alone makes up a segment, if one does."""
+    def _copy(self, item: OutputItem, segment: Segment) -> Copy | None:
+        """What a segment is a copy of, if it is nothing but that."""
         if len(segment.transfers) != 1 or segment.zeros:
             return None
-        (transfer,) = segment.transfers
-        if isinstance(transfer, Computation) or transfer.strategy != VERBATIM:
+        (t,) = segment.transfers
+        if isinstance(t, Computation) or t.dtype != item.dtype or not is_dense(t.box.size, t.piece.strides):
             return None
-        return self._source.payload(chunk_of(transfer))
+        payload = self._source.payload(chunk_of(t))
+        known = payload.crc32 if t.strategy == VERBATIM else None
+        return Copy(payload, t.piece.offset * itemsize(t.dtype), t.nbytes, known)
 
-    def _copy_whole(self, payload: Payload, file: OutputFile, at: int) -> bool:
-        """Move a long whole payload without tiles: whether that was done, by the kernel or not.
+    def _move(self, copy: Copy, file: OutputFile, at: int) -> int | None:
+        """Move a long copy without tiles; returns the CRC-32 that was found, 0 if none was asked for; None: not done.
 
-        One that is to be proven is shared with its source or passes through the processor's cache: once it must be
-        read, nothing is cheaper than to write what was read.
+        What shares its blocks with the source is read for its checksum alone. What must be read and is not shared
+        passes through the processor's cache: nothing is cheaper than to write what was read.
         """
-        is_small = payload.nbytes < KERNEL_COPY_BYTES
-        if is_small or file.direct is not None or not isinstance(payload.files, LocalFiles):
-            return False
-        if payload.proof is None:
-            self._kernel_copy(payload, payload.files, file, at)
-        elif self._kernel_copy(payload, payload.files, file, at, shared_only=True):
-            self._pass_through(payload, payload.proof)
-        else:
-            self._pass_through(payload, payload.proof, file, at)
-        self.counters.read += payload.nbytes
-        return True
+        payload, found = copy.payload, 0
+        if copy.nbytes < KERNEL_COPY_BYTES or not isinstance(payload.files, LocalFiles):
+            return None
+        with payload.files.descriptor(payload.name) as stored, storage_errors(file.path):
+            source, target = At(stored, copy.start), At(file.fd, at)
+            is_shared = share(source, target, copy.nbytes, self.counters.copies, self._unshared)
+            if not is_shared and file.direct is not None:
+                return None
+            if payload.proof is not None or (copy.crc32 is None and self._source.sums):
+                found = self._pass_through(copy, None if is_shared else file, at)
+            elif is_shared:
+                self._tick(copy.nbytes)
+            else:
+                for done in range(0, copy.nbytes, _COPY_STEP_BYTES):
+                    step = min(_COPY_STEP_BYTES, copy.nbytes - done)
+                    copy_range(source.skip(done), target.skip(done), step, self.counters.copies)
+                    self._tick(step)
+        self.counters.read += copy.nbytes
+        return found
 
-    def _kernel_copy(
-        self, payload: Payload, files: LocalFiles, file: OutputFile, at: int, shared_only: bool = False
-    ) -> bool:
-        """Copy a payload unread; False if it cannot be shared and that was asked for."""
-        with files.descriptor(payload.name) as stored, storage_errors(file.path):
-            source, target = At(stored, payload.offset), At(file.fd, at)
-            if shared_only and not can_share(source, target, min(payload.nbytes, _COPY_STEP_BYTES)):
-                return False
-            for done in range(0, payload.nbytes, _COPY_STEP_BYTES):
-                step = min(_COPY_STEP_BYTES, payload.nbytes - done)
-                copy_range(source.skip(done), target.skip(done), step, self.counters.copies)
-                self._tick(step)
-        return True
-
-    def _pass_through(
-        self, payload: Payload, proof: RecordProof, file: OutputFile | None = None, at: int = 0
-    ) -> None:
-        """Read a payload and prove it, writing what was read from byte `at` of `file` on if one is given."""
-        step = min(_CACHED_BYTES, self._tile_bytes)
-        total = 0
-        for done in range(0, payload.nbytes, step):
-            data = self._room[: min(step, payload.nbytes - done)].data
-            payload.files.read_into(payload.name, payload.offset + done, data)
+    def _pass_through(self, copy: Copy, file: OutputFile | None, at: int) -> int:
+        """Read and sum a copy and tell its proof, writing it from byte `at` of `file` on if one is given."""
+        payload, step, total = copy.payload, min(_CACHED_BYTES, self._tile_bytes), 0
+        for done in range(0, copy.nbytes, step):
+            data = self._buffer(at + done, min(step, copy.nbytes - done)).data
+            payload.files.read_into(payload.name, copy.start + done, data)
             total = crc.crc32(data, total)
             if file is not None:
                 file.write(data, at + done)
                 self.counters.copies.touched += len(data)
-            self._tick(0 if file is None else len(data))
-        proof.whole(total)
+            self._tick(len(data))
+        if payload.proof is not None:
+            payload.proof.add_sum(copy.start, copy.nbytes, total)
+        return total
 
     def _buffer(self, at: int, nbytes: int) -> Array:
         """Room for at most a tile, as far into a page as byte `at` of a file: what O_DIRECT asks for."""
@@ -372,6 +395,16 @@ class Pump:
         out = data.view(raw_dtype(item.dtype)).reshape(tile.size)
         self._filler.fill(out, item.dtype, tile, transfers, item.key, item.box.start)
         return data.data
+
+
+def _joined(sums: Iterable[tuple[int | None, int]]) -> int:
+    """CRC-32 of what follows each other, from those of the parts and their bytes; 0 if one is not known."""
+    total = 0
+    for checksum, nbytes in sums:
+        if checksum is None:
+            return 0
+        total = crc.combine(total, checksum, nbytes)
+    return total
 
 
 def _frame_of(item: OutputItem) -> Frame:

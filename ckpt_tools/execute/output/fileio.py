@@ -18,6 +18,7 @@ from ckpt_tools.formats.torch_archive.tensor_template import EXTENT_BYTES
 
 _FICLONERANGE = 0x4020940D  # linux/fs.h
 _COPY_UNSUPPORTED = {errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY}
+_NEVER_SHARED = {errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS}
 _BOUNCE_BYTES = 1 << 20
 BLOCK_BYTES = max(4096, mmap.PAGESIZE)  # what passes by the page cache begins and ends at multiples of it
 
@@ -88,41 +89,44 @@ def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int, direct
         offset += count
 
 
-def copy_range(source: At, target: At, length: int, count: CopyCount) -> None:
-    """Copy `length` bytes between two files the cheapest way the file systems offer, adding to `count`."""
-    done = 0
-    lead, middle = _shareable(source, target, length)
-    if middle and _clone(source.skip(lead), target.skip(lead), middle):
-        _copy(source, target, lead, count)
-        count.cloned += middle
-        done = lead + middle
-    _copy(source.skip(done), target.skip(done), length - done, count)
+def share(source: At, target: At, length: int, count: CopyCount, refused: set[tuple[int, int]]) -> bool:
+    """Copy `length` bytes by sharing whole blocks of theirs, or say that it cannot be done; adds to `count`.
 
-
-def can_share(source: At, target: At, length: int) -> bool:
-    """Share what `copy_range` would, or say that it would have to copy all."""
-    lead, middle = _shareable(source, target, length)
-    return middle > 0 and _clone(source.skip(lead), target.skip(lead), middle)
-
-
-def _shareable(source: At, target: At, length: int) -> tuple[int, int]:
-    """Bytes before the whole blocks that are aligned in both files, and bytes of these."""
+    `refused` are the pairs of file systems (device numbers) that are known not to share, and gets further ones.
+    """
     lead = -source.offset % EXTENT_BYTES
-    if (source.offset - target.offset) % EXTENT_BYTES or length - lead < EXTENT_BYTES:
-        return 0, 0
-    return lead, (length - lead) // EXTENT_BYTES * EXTENT_BYTES
-
-
-def _clone(source: At, target: At, length: int) -> bool:
-    request = struct.pack("qQQQ", source.fd, source.offset, length, target.offset)
+    blocks = (length - lead) // EXTENT_BYTES * EXTENT_BYTES
+    pair = (os.fstat(source.fd).st_dev, os.fstat(target.fd).st_dev)
+    if (source.offset - target.offset) % EXTENT_BYTES or blocks <= 0 or pair in refused:
+        return False
+    request = struct.pack("qQQQ", source.fd, source.offset + lead, blocks, target.offset + lead)
     try:
         fcntl.ioctl(target.fd, _FICLONERANGE, request)
-    except OSError:
-        return False  # another file system, or one that does not share extents: copied instead
+    except OSError as error:  # copied instead; if a disk is full, that says so
+        if error.errno in _NEVER_SHARED:
+            refused.add(pair)
+        return False
+    count.cloned += blocks
+    copy_range(source, target, lead, count)
+    copy_range(source.skip(lead + blocks), target.skip(lead + blocks), length - lead - blocks, count)
     return True
 
 
-def _copy(source: At, target: At, length: int, count: CopyCount) -> None:
+def can_share(source: int, folder: Path) -> bool:
+    """Whether files in `folder` can share blocks with an open file: tried with its first, on one without a name."""
+    try:
+        fd = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            fcntl.ioctl(fd, _FICLONERANGE, struct.pack("qQQQ", source, 0, EXTENT_BYTES, 0))
+        finally:
+            os.close(fd)
+    except OSError:
+        return False
+    return True
+
+
+def copy_range(source: At, target: At, length: int, count: CopyCount) -> None:
+    """Copy `length` bytes between two files inside the kernel where that can, adding to `count`."""
     while length:
         try:
             done = os.copy_file_range(source.fd, target.fd, length, source.offset, target.offset)

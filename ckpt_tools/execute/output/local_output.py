@@ -35,7 +35,7 @@ from ckpt_tools.errors import StorageError, UsageError
 from ckpt_tools.execute.move.source_reader import SourceReader
 from ckpt_tools.execute.output.access import Access, access_of, common_access, give_group, make_folder
 from ckpt_tools.execute.output.checks import can_go_on, has_files, lengths, prove_shards, replaced
-from ckpt_tools.execute.output.fileio import check_direct, preallocate, storage_errors, write_all
+from ckpt_tools.execute.output.fileio import can_share, check_direct, preallocate, storage_errors, write_all
 from ckpt_tools.execute.output.folders import (
     Folder,
     Foreign,
@@ -50,10 +50,10 @@ from ckpt_tools.execute.processes.threads import Work
 from ckpt_tools.execute.write_job import METADATA, Done, Found, SourceState, WriteJob
 from ckpt_tools.formats.storage.drivers import Part
 from ckpt_tools.formats.storage.files import Files, LocalFiles, stamp_of
-from ckpt_tools.formats.storage.joined_files import JoinedFiles
+from ckpt_tools.formats.storage.joined_files import JoinedFiles, place_of
 from ckpt_tools.human import human_bytes
 from ckpt_tools.model.transfers import OutputItem
-from ckpt_tools.plan.build import hole_bytes, holes, worker_share
+from ckpt_tools.plan.build import Hole, hole_bytes, holes, worker_share
 
 LOCK, MARKER, DATA, REPLACED, JOURNAL = "lock", "publishing", "checkpoint", "replaced", "journal"
 _OWN = re.compile(rf"{LOCK}|{MARKER}|{DATA}|{REPLACED}|{JOURNAL}|(spool|direct)-\w+|\.[0-9a-f]{{16}}\.tmp")
@@ -151,8 +151,6 @@ class LocalOutput:
         self.scratch: Path | None = self.partial
         self.data = self.partial / DATA
         self.replaced: str | None = None
-        self._holes = holes(job.plan)
-        self._nbytes = job.plan.bytes_to_write - hole_bytes(self._holes)  # that must be free
         self._sources = _folders_of(job.files)
         self._journal = Journal(self.partial / JOURNAL, self.folder)
         self._state: SourceState = []
@@ -168,6 +166,30 @@ class LocalOutput:
         if self.final.is_dir() and not self.final.is_symlink():
             return access_of(self.final).within(access)
         return access
+
+    @cached_property
+    def _holes(self) -> Mapping[str, list[Hole]]:
+        """What is not set aside; file systems are asked, so only the rank that makes the output asks."""
+        answers: dict[Files, bool] = {}
+
+        def shares(file: str) -> bool:
+            files, name = place_of(self._job.files, file)
+            if files not in answers and isinstance(files, LocalFiles):
+                with files.descriptor(name) as fd:
+                    answers[files] = can_share(fd, self._above)
+            return answers.get(files, False)
+
+        return holes(self._plan, shares)
+
+    @property
+    def _nbytes(self) -> int:
+        """That must be free."""
+        return self._plan.bytes_to_write - hole_bytes(self._holes)
+
+    @property
+    def _above(self) -> Path:
+        """The output's parent, or what is there of the way to it."""
+        return next(f for f in (self.final.parent, *self.final.parent.parents) if os.path.lexists(f))
 
     @property
     def _place(self) -> Place:
@@ -195,7 +217,7 @@ class LocalOutput:
         self._check_beside()
         if self._resume and self._has_files():
             return  # perhaps all is done: `take` compares
-        above = next(f for f in (self.final.parent, *self.final.parent.parents) if os.path.lexists(f))
+        above = self._above
         if not above.is_dir():
             raise output_blocked_error(self.final.parent)
         try:

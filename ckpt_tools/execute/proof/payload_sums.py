@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from ckpt_tools.errors import CorruptCheckpointError
@@ -111,15 +111,25 @@ class RecordProof:
         if not gaps:
             return
         summed = [Piece(a, b, crc.crc32(data[a - first : b - first])) for a, b in gaps]
+        self._put(summed)
+
+    def add_sum(self, offset: int, nbytes: int, checksum: int) -> None:
+        """Note the CRC-32 of bytes read at byte `offset` of the file; lost if some of them are summed already."""
+        first = offset - self.stored.start
+        if nbytes == self.stored.nbytes:
+            self._whole(checksum)
+        else:
+            self._put([Piece(first, first + nbytes, checksum)])
+
+    def _put(self, pieces: Iterable[Piece]) -> None:
         with self._lock:
-            for piece in summed:
+            for piece in pieces:
                 self._pieces.put(piece)
             total = self._pieces.total
         if total is not None:
-            self.whole(total)
+            self._whole(total)
 
-    def whole(self, found: int) -> None:
-        """Note the CRC-32 of the whole record."""
+    def _whole(self, found: int) -> None:
         check(self._key, self.stored, found)
         self._proof.all_proven({self.stored.item: self.stored.nbytes})
 

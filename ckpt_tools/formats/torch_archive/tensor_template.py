@@ -83,16 +83,19 @@ class Frame(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def tensor_frame(dtype: str, shape: tuple[int, ...]) -> Frame:
-    """The archive of a dense row-major tensor; its payload lies at `len(head)`."""
+def tensor_frame(dtype: str, shape: tuple[int, ...], described: bool = True) -> Frame:
+    """The archive of a dense row-major tensor; its payload lies at `len(head)`.
+
+    Up to torch 2.6 archives were not `described`; of such a one only the lengths are as torch wrote them.
+    """
     payload_bytes = prod(shape) * itemsize(dtype)
     out = bytearray()
+    description = [(b"archive/.format_version", b"1"), (b"archive/.storage_alignment", b"%d" % ALIGNMENT)]
     records = [
         append_record(out, 0, name, data)
         for name, data in (
             (b"archive/data.pkl", _data_pickle(dtype, shape)),
-            (b"archive/.format_version", b"1"),
-            (b"archive/.storage_alignment", b"%d" % ALIGNMENT),
+            *(description if described else ()),
             (b"archive/byteorder", b"little"),
         )
     ]
@@ -132,6 +135,17 @@ def usual_item(files: Files, item: Item, dtype: str, shape: tuple[int, ...]) -> 
         return None
     known = checksum or not frame.payload_bytes  # a writer that keeps no checksums leaves zeros
     return UsualItem(start, frame.payload_bytes, checksum if known else None)
+
+
+def likely_start(item: Item, dtype: str, shape: tuple[int, ...]) -> int:
+    """Where in its file the payload of an item begins, by the item's length. It may be wrong."""
+    if item.bare:
+        return item.offset
+    frame = tensor_frame(dtype, shape)
+    if item.length != frame.length:
+        older = tensor_frame(dtype, shape, described=False)
+        frame = older if item.length == older.length else frame
+    return item.offset + len(frame.head)
 
 
 def bare_frame(dtype: str, shape: tuple[int, ...]) -> Frame:
