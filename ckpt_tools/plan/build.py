@@ -314,7 +314,8 @@ class _Items:
         for rank, box, length, zeros, parts, copies in forms:
             transfers = [transfer(reader, at, how, box) for at, how in parts]
             in_block = None
-            if phases := _phases(transfers, copies):
+            if copies:
+                phases = _phases(transfers, copies)
                 head = tensor_frame(tensor.dtype, box.size).head
                 in_block = max(phases, key=phases.__getitem__) - len(head)
             name, offset = self._files.place(rank, length, in_block)

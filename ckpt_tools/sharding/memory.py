@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckpt_tools.errors import UsageError
@@ -45,7 +45,7 @@ class Memory:
         return self.persistent + self.communication
 
     def __add__(self, other: Memory) -> Memory:
-        return Memory(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+        return Memory(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
 
 def rank_memory(
