@@ -18,7 +18,6 @@ from typing import Any, Final, Literal
 
 from ckpt_tools.commands.convert.fresh_optimizer import started_at, weights_for_masters, with_run_state
 from ckpt_tools.commands.convert.version_2 import VERSION_1, VERSION_2, for_version_1, for_version_2, renamed
-from ckpt_tools.commands.huggingface.folder import CONFIG, architecture_of, read_config
 from ckpt_tools.commands.job.conversion import (
     Conversion,
     ConvertOptions,
@@ -345,7 +344,12 @@ def plan_dcp(opened: Opened, options: ConvertOptions, world: int) -> Conversion:
     layout = plain_layout(options.layout or Layout(world=world, of_job=False))
     prepared = prepare_dcp(opened, options, layout)
     made = prepared.planned(layout, opened.location.iteration, options.check_masters)
-    if opened.location.kind != "safetensors" or not opened.files.exists(CONFIG):
+    if opened.location.kind != "safetensors":
+        return made
+    # Most conversions start without the rules of families.
+    from ckpt_tools.commands.huggingface.folder import CONFIG, architecture_of, read_config
+
+    if not opened.files.exists(CONFIG):
         return made
     return replace(made, architecture=architecture_of(read_config(opened.location.path)))
 
