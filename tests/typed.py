@@ -35,7 +35,7 @@ ELSEWHERE = {
     r"uvx |pipx ": ".ci/wheel",
     r"podman ": ".ci/container",
     r"cd /somewhere ": "`places` makes the same link",
-    r"(?:INPUT=\S+ OUTPUT=\S+ )?sbatch ": "tests/clusters",
+    r"(?:INPUT=\S+ OUTPUT=\S+ )?sbatch |srun ": "tests/clusters",
     r"torchrun .*example-scripts/": "tests/test_examples.py",
 }
 _FENCE = re.compile(r"^```(bash|python|text)\n(.*?)^```$", re.S | re.M)
