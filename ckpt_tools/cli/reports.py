@@ -158,7 +158,7 @@ def _planned_size(report: ConversionReport) -> str:
 
 def _checked(w: WriteReport) -> str:
     """What was proven of source and output."""
-    return source_checksums(w) + ("; the output was read back and is equal" if w.output_verified else "")
+    return source_checksums(w) + ("; what it wrote was read back and is equal" if w.output_verified else "")
 
 
 def changes(of: ConversionReport | Target, output_format: str, with_losses: bool = False) -> list[str]:

@@ -212,6 +212,7 @@ class JobOutput(Protocol):
     def take(self, state: SourceState) -> Found:
         """Rank 0: make the output this run's, for a source in this state, and all ready to be written into.
 
+        `state` is noted again, in place, where links to the source were removed: that changes its files' ctime.
         Nothing is touched yet where it says "finished": `keep` or `begin` follows.
         """
 

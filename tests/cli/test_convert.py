@@ -81,7 +81,7 @@ def test_the_report_says_what_happened(tmp_path, capsys):
     assert len(text.splitlines()) <= 8
     assert run(["convert", str(LLAMA), str(tmp_path / "again"), "--verbose", "--verify"]) == 0
     text = capsys.readouterr().out
-    assert "Transformer Engine extra state" in text and "the output was read back" in text
+    assert "Transformer Engine extra state" in text and "what it wrote was read back" in text
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["groups"] == {"0": 10, "1": 5}
     assert report["written"]["bytes_written"] == sum(

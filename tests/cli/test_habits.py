@@ -548,7 +548,7 @@ def test_an_output_is_read_back_before_it_is_published(tmp_path, monkeypatch, ca
         return done
 
     assert run(["convert", str(RUN), str(tmp_path / "good"), "--verify", "--workers", "1"]) == 0
-    assert "the output was read back and is equal" in capsys.readouterr().out
+    assert "what it wrote was read back and is equal" in capsys.readouterr().out
     assert run(["convert", str(RUN), "memory://first/out", "--verify"]) == 2
     monkeypatch.setattr(_Run, "_work", and_then_a_disk_that_forgets)
     assert run(["convert", str(RUN), str(tmp_path / "bad"), "--verify", "--workers", "1"]) == 6

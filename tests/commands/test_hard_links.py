@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.errors import StorageError
+from ckpt_tools.execute.output.journal import Journal
 from ckpt_tools.execute.output.local_output import LocalOutput
 from tests.commands import oracle
 from tests.commands.made import fsdp
@@ -253,22 +254,51 @@ def test_a_source_that_changes_meanwhile_is_seen(
     stock = LocalOutput.work
 
     def disturbed(*args: Any) -> Any:
-        os.utime(oracle.files_of(source) / "__1_0.distcp")
+        file = oracle.files_of(source) / "__1_0.distcp"
+        os.utime(file, ns=(0, file.stat().st_mtime_ns))  # as a program that restores it
         return stock(*args)
 
-    monkeypatch.setattr(LocalOutput, "work", disturbed)
-    for more in ([], ["--check-source", "none"]):
-        assert run(["strip", str(source), str(tmp_path / "out"), "--hard-link", *more]) == 4
-        assert "__1_0.distcp changed while the conversion ran" in capsys.readouterr().err
-        assert not (tmp_path / "out").exists()
+    words = ["strip", str(source), str(tmp_path / "out"), "--overwrite"]
+    for more in ([], ["--hard-link"], ["--hard-link", "--check-source", "none"]):
+        for has_links_to_remove in (False, True):
+            if has_links_to_remove:
+                stopped(monkeypatch, [*words, "--hard-link"], "work")
+            with monkeypatch.context() as patched:
+                patched.setattr(LocalOutput, "work", disturbed)
+                assert run([*words, *more]) == 4
+            assert "__1_0.distcp changed while the conversion ran" in capsys.readouterr().err
+            assert not [*(tmp_path / "out").glob("*")]
 
 
-def stopped(monkeypatch: pytest.MonkeyPatch, words: list[str], step: str) -> None:
+@pytest.mark.parametrize("replace", [True, False])
+def test_a_source_that_is_replaced_or_removed_before_it_is_linked(
+    replace: bool,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stock = os.link
+
+    def disturbed(*args: Any, **more: Any) -> None:
+        file = oracle.files_of(source) / "__0_0.distcp"
+        shutil.copy2(file, tmp_path / "aside")
+        file.unlink()
+        if replace:
+            (tmp_path / "aside").rename(file)
+        stock(*args, **more)
+
+    monkeypatch.setattr(os, "link", disturbed)
+    assert run(["strip", str(source), str(tmp_path / "out"), "--hard-link"]) == 4
+    assert "__0_0.distcp changed while the conversion ran" in capsys.readouterr().err
+
+
+def stopped(monkeypatch: pytest.MonkeyPatch, words: list[str], step: str, of: type = LocalOutput) -> None:
     def stop(*_: object, **__: object) -> None:
         raise StorageError("stopped")
 
     with monkeypatch.context() as patched:
-        patched.setattr(LocalOutput, step, stop)
+        patched.setattr(of, step, stop)
         assert run(words) == 7
 
 
@@ -290,6 +320,29 @@ def test_a_later_run_goes_on(
     assert inodes(oracle.files_of(source)).items() & inodes(oracle.files_of(tmp_path / "out")).items()
     assert is_sound(tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("killed_at", [("work", LocalOutput), ("begin", Journal)])
+@pytest.mark.parametrize("more", [[], ["--hard-link"]])
+@pytest.mark.parametrize("is_stopped_again", [False, True])
+def test_to_remove_links_of_a_killed_run_is_no_change_of_the_source(
+    killed_at: tuple[str, type],
+    more: list[str],
+    is_stopped_again: bool,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = ["strip", str(source), str(tmp_path / "out")]
+    with monkeypatch.context() as killed:
+        killed.setattr(LocalOutput, "leave", lambda *_: None)
+        stopped(killed, [*words, "--hard-link"], *killed_at)
+    file = oracle.files_of(source) / "__0_0.distcp"
+    assert file.stat().st_nlink == 2
+    if is_stopped_again:  # what this one notes of the source is of after
+        stopped(monkeypatch, [*words, *more, "--overwrite"], "work")
+    assert run([*words, *more, "--overwrite", *(["--resume"] if is_stopped_again else [])]) == 0
+    assert file.stat().st_nlink == 1 + ("--hard-link" in more)
 
 
 def test_only_links_are_taken_for_a_finished_output(

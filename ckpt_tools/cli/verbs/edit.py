@@ -356,7 +356,7 @@ def _print_copied(copied: Copied, verbose: bool) -> None:
             without = f"; {copied.without_checksum:,} have none" if copied.without_checksum else ""
             lines.append(f"{copied.proven:,} payloads have the checksum that their writer stored{without}")
         if copied.read_back:
-            lines.append("the copy was read back and is equal")
+            lines.append("what was copied was read back and is equal")
         if written.replaced:
             lines.append(f"replaced {written.replaced}")
         if written.tracker:

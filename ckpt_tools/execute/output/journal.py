@@ -88,16 +88,9 @@ def check_unchanged_since_open(files: Files) -> None:
         for part in files.parts:
             check_unchanged_since_open(part)
     if isinstance(files, LocalFiles):
-        changed = []
-        for name, stamp in list(files.opened.items()):
-            with storage_errors(Path(files.location, name)):
-                try:
-                    is_same = stamp_of(Path(files.location, name).stat()) == stamp
-                except FileNotFoundError:
-                    is_same = False
-            if not is_same:
-                changed.append(name)
-        _raise_source_changed(changed, files.location)
+        stamps = dict(files.opened)
+        now = {name: stamp_of(status) for name, status in files.opened_now(stamps).items()}
+        _raise_source_changed([name for name in stamps if now.get(name) != stamps[name]], files.location)
 
 
 def _raise_source_changed(changed: list[str], location: str) -> None:

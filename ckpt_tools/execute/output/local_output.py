@@ -45,11 +45,11 @@ from ckpt_tools.execute.output.folders import (
     opened,
     temporary_name,
 )
-from ckpt_tools.execute.output.journal import Journal, fingerprint
+from ckpt_tools.execute.output.journal import Journal, check_unchanged_since_open, fingerprint
 from ckpt_tools.execute.processes.threads import Work
 from ckpt_tools.execute.write_job import METADATA, Done, Found, SourceState, WriteJob
 from ckpt_tools.formats.storage.drivers import Part
-from ckpt_tools.formats.storage.files import Files, LocalFiles, stamp_of
+from ckpt_tools.formats.storage.files import Files, LocalFiles
 from ckpt_tools.formats.storage.joined_files import JoinedFiles, place_of
 from ckpt_tools.human import human_bytes
 from ckpt_tools.model.transfers import OutputItem
@@ -132,10 +132,10 @@ def link_refused_error(name: str, folder: Path, error: OSError) -> StorageError:
     return StorageError(f"{folder}: no hard link to {name}: {why}. Leave out --hard-link to copy the files.")
 
 
-def _folders_of(files: Files) -> list[Path]:
+def _local_parts(files: Files) -> list[LocalFiles]:
     """The directories of a mounted file system that a source lies in."""
     parts = files.parts if isinstance(files, JoinedFiles) else (files,)
-    return [Path(part.location) for part in parts if isinstance(part, LocalFiles)]
+    return [part for part in parts if isinstance(part, LocalFiles)]
 
 
 class LocalOutput:
@@ -151,7 +151,7 @@ class LocalOutput:
         self.scratch: Path | None = self.partial
         self.data = self.partial / DATA
         self.replaced: str | None = None
-        self._sources = _folders_of(job.files)
+        self._sources = [Path(part.location) for part in _local_parts(job.files)]
         self._journal = Journal(self.partial / JOURNAL, self.folder)
         self._state: SourceState = []
         self._parent: Folder | None = None
@@ -351,7 +351,12 @@ class LocalOutput:
         if found == "nothing":
             folder = self.folder()
             folder.remove(MARKER)  # before the rest: it must not vouch for what is written next
-            self._clear()
+            if folder.names() != [LOCK]:
+                with ExitStack() as stack:
+                    for part in _local_parts(self._job.files):
+                        stack.enter_context(part.links_change(part.opened))
+                    self._clear()  # perhaps links to the source
+                self._state[:] = fingerprint(self._job.files, self._plan)
             make_folder(folder, DATA, self._access).close()
         return found
 
@@ -493,14 +498,12 @@ class LocalOutput:
                 if there and os.path.samestat(there, os.fstat(fd)):
                     continue
                 data.remove(name)
-                before = stamp_of(os.fstat(fd))
                 try:  # by the open file: its name may lead to another by now
-                    os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=data.fd, follow_symlinks=True)
+                    with files.links_change([name]):
+                        os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=data.fd, follow_symlinks=True)
                 except OSError as error:
+                    check_unchanged_since_open(files)  # what lost its last name gets no other
                     raise link_refused_error(name, self.final, error) from error
-                after = stamp_of(os.fstat(fd))
-                if files.opened[name] == before == after._replace(ctime_ns=before.ctime_ns):
-                    files.opened[name] = after  # a link changes this time and nothing else
 
     def _check_one_file_system(self, at: Folder) -> None:
         """Raise StorageError if the files to be linked are not on the file system of `at`."""

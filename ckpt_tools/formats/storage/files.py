@@ -15,7 +15,7 @@ import difflib
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias
@@ -189,6 +189,29 @@ class LocalFiles:
         finally:
             if not cached:
                 os.close(fd)
+
+    def opened_now(self, names: Iterable[str]) -> Mapping[str, os.stat_result]:
+        """What is there by now under the names of opened files; without those that are gone."""
+        found: dict[str, os.stat_result] = {}
+        for name in names:
+            try:
+                found[name] = Path(self._path(name)).stat()
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise self._explain(name, error) from error
+        return found
+
+    @contextmanager
+    def links_change(self, names: Iterable[str]) -> Iterator[None]:
+        """Links of opened files are made or removed here: their ctime changes, which counts as no change of them."""
+        before = self.opened_now(names)
+        yield
+        for name, status in self.opened_now(before).items():
+            was, now = stamp_of(before[name]), stamp_of(status)
+            is_relinked = status.st_nlink != before[name].st_nlink
+            if is_relinked and self.opened[name] == was == now._replace(ctime_ns=was.ctime_ns):
+                self.opened[name] = now
 
     def check_folder(self, name: str) -> None:
         """Raise CorruptCheckpointError if a folder in here is a link that leads elsewhere."""
