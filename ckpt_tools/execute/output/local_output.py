@@ -141,8 +141,6 @@ def _folders_of(files: Files) -> list[Path]:
 class LocalOutput:
     """See `JobOutput`."""
 
-    token = ""  # the lock names the owner
-
     def __init__(self, job: WriteJob) -> None:
         self._job, self._plan = job, job.plan
         self._overwrite, self._resume = job.output.overwrite, job.output.resume
@@ -158,6 +156,29 @@ class LocalOutput:
         self._folder: Folder | None = None
         self._lock: int | None = None
         self._made: list[Path] = []  # directories above the output, the outermost first
+
+    @cached_property
+    def token(self) -> str:
+        """The name of a file in the partial directory that no other folder has, where other ranks look for it."""
+        if self._job.ranks.world == 1:
+            return ""
+        name = temporary_name()
+        with storage_errors(self.partial):
+            os.close(self.folder().open(name, os.O_WRONLY | os.O_CREAT, 0o600))
+        return name
+
+    def check_token(self) -> None:
+        try:
+            is_there = not self.token or self.folder().exists(self.token)
+        except StorageError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            is_there = False
+        if not is_there:
+            raise UsageError(
+                f"the ranks do not see one output folder: {self.partial} is another one here than on rank 0. "
+                "Choose an output on a file system that all nodes share."
+            )
 
     @cached_property
     def _access(self) -> Access:
