@@ -216,7 +216,9 @@ class _Run:
         if not self._leads:
             return "nothing", ""
         self._source_state = fingerprint(job.files, job.plan)
-        return self.output.take(self._source_state), self.output.token
+        found = self.output.take(self._source_state)
+        self.output.draw_token()
+        return found, self.output.token
 
     def _compare(self) -> bool:
         """Whether this rank's share is there already as it would be written."""

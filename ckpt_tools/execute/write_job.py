@@ -215,6 +215,9 @@ class JobOutput(Protocol):
         Nothing is touched yet where it says "finished": `keep` or `begin` follows.
         """
 
+    def draw_token(self) -> None:
+        """Rank 0, after `take`: have a token in the output."""
+
     def check_token(self) -> None:
         """Raise unless this rank sees the output that rank 0 has taken."""
 

@@ -70,6 +70,7 @@ def test_one_job_converts_one_checkpoint_after_another(converters, tmp_path, exp
         ("fail", {"world": 2, "workers": 2, "victim": 3}, 7, "rank 1: the disk of this rank is on fire"),
         ("kill", {"world": 2, "workers": 2, "victim": 3}, 7, "rank 1: worker 1 (process "),
         ("plan", {"world": 2}, 2, "the ranks were asked for different things: plan is "),
+        ("elsewhere", {"world": 2}, 2, "rank 1: the ranks do not see one output folder"),
         ("defect", {"workers": 3}, 70, "in a worker:\nTraceback"),
         ("damage", {"workers": 3}, 4, "as seen by worker 1 | in one place | in another"),
         ("kill", {"workers": 3}, 7, "worker 1 (process "),

@@ -141,6 +141,8 @@ def _folders_of(files: Files) -> list[Path]:
 class LocalOutput:
     """See `JobOutput`."""
 
+    token = ""  # the name of a file in the partial directory, which no other folder has
+
     def __init__(self, job: WriteJob) -> None:
         self._job, self._plan = job, job.plan
         self._overwrite, self._resume = job.output.overwrite, job.output.resume
@@ -157,15 +159,11 @@ class LocalOutput:
         self._lock: int | None = None
         self._made: list[Path] = []  # directories above the output, the outermost first
 
-    @cached_property
-    def token(self) -> str:
-        """The name of a file in the partial directory that no other folder has, where other ranks look for it."""
-        if self._job.ranks.world == 1:
-            return ""
-        name = temporary_name()
-        with storage_errors(self.partial):
-            os.close(self.folder().open(name, os.O_WRONLY | os.O_CREAT, 0o600))
-        return name
+    def draw_token(self) -> None:
+        if self._job.ranks.world > 1:
+            self.token = temporary_name()
+            with storage_errors(self.partial):
+                os.close(self.folder().open(self.token, os.O_WRONLY | os.O_CREAT, 0o600))
 
     def check_token(self) -> None:
         try:

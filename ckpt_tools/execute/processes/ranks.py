@@ -156,8 +156,8 @@ class Ranks:
         failed = {rank: one["error"] for rank, one in enumerate(outcomes) if one.get("error")}
         if failed:
             raise joined_error(failed, self._nodes)
-        if len({one["step"] for one in outcomes}) > 1:
-            raise RuntimeError(f"the ranks have lost step: {[one['step'] for one in outcomes]}")
+        if len({one.get("step") for one in outcomes}) > 1:
+            raise RuntimeError(f"the ranks have lost step: {[one.get('step') for one in outcomes]}")
         return [one["result"] for one in outcomes]
 
     def _exchange(self, outcome: Outcome, all_need_it: bool) -> list[Outcome]:
