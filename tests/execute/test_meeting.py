@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 
 import pytest
@@ -271,6 +272,14 @@ def test_a_stop_that_follows_an_answer_is_of_the_next_step(ends):
     assert ranks.together(lambda: 1) == [0, 1]
     with pytest.raises(PeerFailedError):
         ranks.check()
+
+
+def test_ranks_at_different_steps_are_a_defect(ends):
+    here, there = ends
+    first, second = Ranks(0, 2, None, {there: range(1, 2)}, (0, 1)), Ranks(1, 2, here, None, (0, 1))
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(first.together, lambda: 1), pool.submit(second.alike, lambda: {1})]
+    assert all("lost step" in str(answer.exception()) for answer in answers)
 
 
 def test_a_message_waits_for_who_reads_late_and_not_for_who_is_silent(ends):
