@@ -163,14 +163,12 @@ def _wait_for_ranks(job: _Job) -> list[Line]:
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, soft + job.world), hard))
     lines: dict[int, Line] = {}
-    guests: dict[
-        Line, tuple[str, int]
-    ] = {}  # who have not said who they are: address, and the look they came at
+    guests: dict[Line, tuple[str, int]] = {}  # not known yet: address, and the look at which they came
     refused: dict[str, None] = {}
     looks, due = (
         0,
         0.0,
-    )  # looks are counted, so that a job that was suspended goes on; others cannot hasten them
+    )  # counted, so that a job that was suspended goes on; guests neither hasten nor delay it
     with ExitStack() as open_lines, _listener(job) as listener, selectors.DefaultSelector() as selector:
         open_lines.callback(_close, guests)
         open_lines.callback(_close, lines.values())
