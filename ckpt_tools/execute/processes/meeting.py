@@ -165,10 +165,7 @@ def _wait_for_ranks(job: _Job) -> list[Line]:
     lines: dict[int, Line] = {}
     guests: dict[Line, tuple[str, int]] = {}  # not known yet: address, and the look at which they came
     refused: dict[str, None] = {}
-    looks, due = (
-        0,
-        0.0,
-    )  # counted, so that a job that was suspended goes on; guests neither hasten nor delay it
+    looks, due = 0, 0.0  # counted: a job that was suspended goes on, and guests neither hasten nor delay it
     with ExitStack() as open_lines, _listener(job) as listener, selectors.DefaultSelector() as selector:
         open_lines.callback(_close, guests)
         open_lines.callback(_close, lines.values())
