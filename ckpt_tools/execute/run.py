@@ -4,9 +4,10 @@ Every rank calls `write_checkpoint` with the same plan, and all go through the s
 `Ranks.together`: all ranks call it, and none continues before all have ended it; if one fails, all raise its error.
 
     step     rank 0                                                       other ranks
-    digest   the plans are compared                                       the same
+    agree    the plans are compared                                       the same
     take     notes the state of the source; takes the output, sees what   nothing
              lies there, makes it ready to be written into
+    see      whether all see the output that was taken                    the same
     compare  only for an output that seems finished, with `resume`: its   the same
              share of the output against what would be written
     accept   keeps it as its own, or begins as for any other              nothing
@@ -29,7 +30,7 @@ from __future__ import annotations
 import resource
 import time
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from itertools import chain
@@ -88,7 +89,7 @@ def write_checkpoint(
     with StopSignals() as signals:
         ranks.watch = signals.check
         run = _Run(job, _output_of(job))
-        _check_same(ranks.together(lambda: plan.digest))
+        ranks.agree({"plan": plan.digest})
         shares, proven = run.steps()
     done = _report(job, shares, proven, kept, time.monotonic() - started)
     return replace(done, replaced=run.output.replaced, tracker=run.tracker)
@@ -109,19 +110,14 @@ def rehearse(
     ranks = ranks or Ranks()
     job = WriteJob(plan, files, output, options or WriteOptions(), ranks, lambda done, total: None)
 
-    def look() -> str:
+    def look() -> None:
         assert job.thread_memory.tile  # or nobody begins
         if ranks.rank == 0:
             _output_of(job).look()
             _check_extents(plan, files)
-        return plan.digest
 
-    _check_same(ranks.together(look))
-
-
-def _check_same(digests: Iterable[str]) -> None:
-    if len(set(digests)) > 1:
-        raise UsageError("the ranks made different plans: do they all see the same source and options?")
+    ranks.agree({"plan": plan.digest})
+    ranks.together(look)
 
 
 def _check_extents(plan: Plan, files: Files) -> None:
@@ -189,6 +185,7 @@ class _Run:
         proven = ProofReport()
         try:
             found, self.output.token = together(self._take)[0]
+            together(self.output.check_token)
             if found == "finished":
                 same = all(together(self._compare))
                 found, self.output.token = together(lambda: self._accept(same))[0]
@@ -219,7 +216,9 @@ class _Run:
         if not self._leads:
             return "nothing", ""
         self._source_state = fingerprint(job.files, job.plan)
-        return self.output.take(self._source_state), self.output.token
+        found = self.output.take(self._source_state)
+        self.output.draw_token()
+        return found, self.output.token
 
     def _compare(self) -> bool:
         """Whether this rank's share is there already as it would be written."""

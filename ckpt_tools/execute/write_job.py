@@ -195,7 +195,7 @@ class Done(NamedTuple):
 class JobOutput(Protocol):
     """What differs between a local directory and a folder of an object store. `run` has the order of calls."""
 
-    token: str  # names the owner where no lock does: rank 0 draws it, all ranks get it
+    token: str  # of this run: rank 0 draws it, all ranks get it
     scratch: Path | None  # where temporary files may lie
 
     @property
@@ -215,6 +215,12 @@ class JobOutput(Protocol):
         `state` is noted again, in place, where links to the source were removed: that changes its files' ctime.
         Nothing is touched yet where it says "finished": `keep` or `begin` follows.
         """
+
+    def draw_token(self) -> None:
+        """Rank 0, after `take`: have a token in the output."""
+
+    def check_token(self) -> None:
+        """Raise unless this rank sees the output that rank 0 has taken."""
 
     def keep(self) -> None:
         """Rank 0: the output was found to be what would be written."""

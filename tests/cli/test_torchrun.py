@@ -6,6 +6,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.conftest import DATA, REPO
 from tests.ports import free_port
@@ -61,11 +64,43 @@ def test_a_rank_that_fails_fails_all_and_nothing_is_published(tmp_path):
     """
     source = Path(shutil.copytree(LLAMA, tmp_path / "source"))
     os.truncate(source / "iter_0000002" / "__1_0.distcp", 150_000)
+    words = [source, tmp_path / "out", "--check-masters", "none", "--quiet"]
+    first, second = two_ranks(words, words)
+    assert first == second and first[0] == 4
+    assert "__1_0.distcp" in first[1]
+    assert not list(tmp_path.glob("out/**/.metadata"))
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["OUT", "--check-source", "none"], 2, "check_source is 'all' on rank 0 and 'none' on rank 1"),
+        (["OUT", "--verify"], 2, "verify_output is False on rank 0 and True on rank 1"),
+        (["OUT", "--dry-run"], 2, "dry_run is False on rank 0 and True on rank 1"),
+        (["ELSEWHERE"], 2, "ELSEWHERE on rank 1"),
+        (["OUT", "--workers", "1"], 0, ""),
+    ],
+)
+def test_ranks_are_asked_for_the_same(tmp_path, words, code, says):
+    words = [tmp_path / word if word.isupper() else word for word in words]
+    first, second = two_ranks([LLAMA, tmp_path / "OUT", "-q"], [LLAMA, *words, "-q"])
+    assert first == second and first[0] == code
+    assert says in first[1]
+    assert (code == 0) == any(tmp_path.iterdir())
+
+
+def test_a_source_that_one_rank_does_not_see_is_named_by_all(tmp_path):
+    first, second = two_ranks([LLAMA, tmp_path / "OUT"], [tmp_path / "absent", tmp_path / "OUT"])
+    assert first == second and first[0] == 3
+    assert f"rank 1: {tmp_path / 'absent'}" in first[1]
+
+
+def two_ranks(*words: list[Any]) -> list[tuple[int, str]]:
+    """How `convert` ends on two ranks, each with its own words: its exit code and errors."""
     port = free_port()
-    words = ["convert", str(source), str(tmp_path / "out"), "--check-masters", "none", "--quiet"]
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "ckpt_tools", *words],
+            [sys.executable, "-m", "ckpt_tools", "convert", *map(str, words[rank])],
             cwd=REPO,
             env={
                 **os.environ,
@@ -80,7 +115,4 @@ def test_a_rank_that_fails_fails_all_and_nothing_is_published(tmp_path):
         for rank in range(2)
     ]
     errors = [process.communicate(timeout=200)[1] for process in ranks]
-    assert [process.returncode for process in ranks] == [4, 4]
-    assert errors[0] == errors[1]
-    assert "__1_0.distcp" in errors[0]
-    assert not list(tmp_path.glob("out/**/.metadata"))
+    return [(process.returncode, error) for process, error in zip(ranks, errors, strict=True)]

@@ -72,6 +72,9 @@ def convert(order: Order, rank: int, environ: Mapping[str, str]) -> int:
     if order.workers == 1:
         options = replace(options, memory_bytes=6 << 16)
     output = Output(here / order.out, {TRACKER: b"7"}, overwrite=order.overwrite, resume=order.resume)
+    if order.fault == "elsewhere" and rank:  # a folder of this node, where a conversion was stopped
+        output = replace(output, directory=here / "node" / order.out)
+        (here / "node" / f".{order.out}.ckpt_tools-partial" / "checkpoint").mkdir(parents=True)
     count, after = itertools.count(), itertools.count()
     try:
         launched = connect()

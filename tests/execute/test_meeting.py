@@ -7,13 +7,15 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 
 import pytest
 
-from ckpt_tools.errors import UsageError
-from ckpt_tools.execute.processes import lines
+from ckpt_tools.errors import StorageError, UsageError
+from ckpt_tools.execute.processes import lines, meeting
 from ckpt_tools.execute.processes.lines import Line
 from ckpt_tools.execute.processes.meeting import _first_host, _ports, connect, shares_its_node
 from ckpt_tools.execute.processes.ranks import PeerFailedError, Ranks
@@ -56,6 +58,67 @@ def meet(*environs: dict[str, str], seconds: float = 30) -> list[object]:
 
 def rank(number: int, world: int = 2, /, **more: str) -> dict[str, str]:
     return {"RANK": str(number), "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", **more}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"rank": r} for r in ([1], 99, 0, -1, "1", True)]
+    + [{"world": "2"}, {"job": 1}, {"ckpt_tools": None}, {"x": 1}],
+)
+def test_a_hello_is_proven(wrong):
+    job = meeting._Job(0, 2, "localhost", (1,), "job")
+    hello = meeting._hello(job) | {"rank": 1}
+    assert meeting._answer(hello, job, {}) == "welcome"
+    assert meeting._answer(hello | wrong, job, {}) == ["another program"]
+
+
+@pytest.mark.parametrize("sent", [b"[" * 60_000, b"1" * 5000, b"\xff\xfe", b" " * (64 << 10)])
+def test_of_a_stranger_little_is_read(ends, sent):
+    here, there = ends
+    here.is_stranger = True
+    there.send(b"\1" + len(sent).to_bytes(8, "big") + sent)
+    for _ in range(3):
+        assert here.receive() == [] and len(here._received) <= 128 << 10
+    assert not here.is_open
+
+
+def test_strangers_do_not_keep_rank_0(monkeypatch):
+    """They keep coming, one says nothing, and for a moment there is no descriptor."""
+    monkeypatch.setattr(meeting, "JOIN_SECONDS", 1.5)
+    monkeypatch.setattr(meeting, "_ANSWER_SECONDS", 0.5)
+    accept, failures, idle, ended = (
+        socket.socket.accept,
+        [OSError(24, "")],
+        list[socket.socket](),
+        threading.Event(),
+    )
+
+    def scarce(server: socket.socket) -> tuple[socket.socket, object]:
+        if failures:
+            raise failures.pop()
+        return accept(server)
+
+    def come() -> None:
+        while not ended.wait(0.01):
+            with suppress(OSError):
+                idle.append(socket.create_connection(("localhost", port)))
+                if len(idle) > 1:
+                    idle.pop().close()
+
+    monkeypatch.setattr(socket.socket, "accept", scarce)
+    port = free_port()
+    thread = threading.Thread(target=come)
+    thread.start()
+    started = time.monotonic()
+    try:
+        with pytest.raises(StorageError, match=r"rank 1 of 2 did not come .* was refused: another program"):
+            connect(rank(0, MASTER_PORT=str(port)))
+    finally:
+        ended.set()
+        thread.join()
+    assert time.monotonic() - started < 6
+    with idle.pop() as silent:
+        assert silent.recv(100).endswith(b'["another program"]')
 
 
 @contextmanager
@@ -209,6 +272,14 @@ def test_a_stop_that_follows_an_answer_is_of_the_next_step(ends):
     assert ranks.together(lambda: 1) == [0, 1]
     with pytest.raises(PeerFailedError):
         ranks.check()
+
+
+def test_ranks_at_different_steps_are_a_defect(ends):
+    here, there = ends
+    first, second = Ranks(0, 2, None, {there: range(1, 2)}, (0, 1)), Ranks(1, 2, here, None, (0, 1))
+    with ThreadPoolExecutor() as pool:
+        one, two = pool.submit(first.together, lambda: 1), pool.submit(second.alike, lambda: {1})
+    assert "lost step" in str(one.exception()) and "lost step" in str(two.exception())
 
 
 def test_a_message_waits_for_who_reads_late_and_not_for_who_is_silent(ends):

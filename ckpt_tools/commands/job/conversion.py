@@ -10,12 +10,12 @@ from __future__ import annotations
 import shlex
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields, replace
 from typing import Generic, NamedTuple, TypeVar
 
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
-from ckpt_tools.commands.job.outputs import choose_output
+from ckpt_tools.commands.job.outputs import choose_output, output_directory
 from ckpt_tools.commands.job.placements import Layout, LiveModel, TargetJob, lay_out, place_model
 from ckpt_tools.commands.job.report import ConversionReport, Edits, Masters, MastersUse
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError, VerificationError
@@ -195,13 +195,15 @@ def convert(
 ) -> ConversionReport:
     """Make what `writer` makes of the checkpoint at `source`, and publish it at `output`; called on every rank."""
     source, output = path_text(source), path_text(output)
-    with writer.open(source, options) as opened:
+    ranks = connect()
+    ranks.agree(_asked(output, options, dry_run))
+    with ExitStack() as stack:
+        opened = ranks.alike(lambda: stack.enter_context(writer.open(source, options)))
         if opened.location.kind == "safetensors" and writer.imported_as is not None:
             words = shlex.join(["import-hf", source, output, "--to", writer.imported_as])
             raise UnsupportedCheckpointError(
                 f"{opened.location.path} is a Hugging Face model. `{words}` makes a Megatron checkpoint of it"
             )
-        ranks = connect()
         place = writer.place(source, opened.location, output, options)
         conversion = _linked(_plan(writer, opened, options, ranks), opened, options)
         contradictions = _contradictions(opened, conversion)
@@ -227,6 +229,17 @@ def convert(
                     kept=kept_exactly(written_too, conversion.catalog),
                 )
     return _report(source, output, opened.location, conversion, masters, written, contradictions)
+
+
+def _asked(output: str, options: RunOptions, dry_run: bool) -> dict[str, str]:
+    """What the ranks must have been asked for alike: all but how fast each works."""
+    place = output_directory(output)
+    write = {one.name: getattr(options.write, one.name) for one in fields(options.write)}
+    given = {one.name: getattr(options, one.name) for one in fields(options)} | write
+    for name in ("write", "threads", "memory_bytes", "workers", "tiles"):
+        del given[name]
+    where = place if isinstance(place, str) else str(place.absolute())
+    return {"output": where, "dry_run": repr(dry_run)} | {name: repr(value) for name, value in given.items()}
 
 
 def _contradictions(opened: Opened, conversion: Conversion) -> tuple[str, ...]:

@@ -141,7 +141,7 @@ def _local_parts(files: Files) -> list[LocalFiles]:
 class LocalOutput:
     """See `JobOutput`."""
 
-    token = ""  # the lock names the owner
+    token = ""  # the name of a file in the partial directory, which no other folder has
 
     def __init__(self, job: WriteJob) -> None:
         self._job, self._plan = job, job.plan
@@ -158,6 +158,25 @@ class LocalOutput:
         self._folder: Folder | None = None
         self._lock: int | None = None
         self._made: list[Path] = []  # directories above the output, the outermost first
+
+    def draw_token(self) -> None:
+        if self._job.ranks.world > 1:
+            self.token = temporary_name()
+            with storage_errors(self.partial):
+                os.close(self.folder().open(self.token, os.O_WRONLY | os.O_CREAT, 0o600))
+
+    def check_token(self) -> None:
+        try:
+            is_there = not self.token or self.folder().exists(self.token)
+        except StorageError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            is_there = False
+        if not is_there:
+            raise UsageError(
+                f"the ranks do not see one output folder: {self.partial} is another one here than on rank 0. "
+                "Choose an output on a file system that all nodes share."
+            )
 
     @cached_property
     def _access(self) -> Access:

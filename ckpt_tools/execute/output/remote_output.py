@@ -356,6 +356,12 @@ class RemoteOutput:
             self._use(self._aside)
         self._marker.token = token.removeprefix(_ASIDE)
 
+    def draw_token(self) -> None:
+        """The marker has it already."""
+
+    def check_token(self) -> None:
+        """The marker is asked for each file."""
+
     def _use(self, store: Store) -> None:
         self._store, self._marker = store, Marker(store)
 

@@ -27,13 +27,15 @@ from ckpt_tools.formats.storage.io_pool import BYSTANDERS
 BEAT_SECONDS = 2.0
 SILENT_SECONDS = 60.0  # without a sign of life
 LOOK_SECONDS = 0.1
+STRANGER_BYTES = 64 << 10  # more than a hello
 STOPPED_LOOKS = 600  # counted, so that a parent that was suspended too does not kill its workers
 
 
 class Line:
     """One end of a connection to a process: to one that has forked this one, to one forked (`pid`), or to a rank.
 
-    Forked processes get pickled messages, ranks JSON.
+    Forked processes get pickled messages, ranks JSON. Of a stranger no more than `STRANGER_BYTES` are read at a time,
+    and no longer message is taken.
     """
 
     def __init__(self, end: socket.socket, *, is_local: bool = False, pid: int | None = None) -> None:
@@ -42,6 +44,7 @@ class Line:
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._end, self.is_local, self.pid = end, is_local, pid
         self.is_open = True
+        self.is_stranger = False
         self.missed = 0  # beats since the last byte, or looks at a stopped process, in a row
         self.most_missed = STOPPED_LOOKS if is_local else math.ceil(SILENT_SECONDS / BEAT_SECONDS)
         self._received = bytearray()
@@ -84,15 +87,18 @@ class Line:
                     if self.is_local
                     else json.loads(content)
                 )
-            except ValueError:
+            except (ValueError, RecursionError):
                 self.is_open = False
         return messages
 
     def _read(self) -> None:
         try:
-            while data := self._end.recv(1 << 20):
+            while data := self._end.recv(STRANGER_BYTES if self.is_stranger else 1 << 20):
                 self._received += data
                 self.missed = 0
+                if self.is_stranger:
+                    self.is_open = len(self._received) <= STRANGER_BYTES
+                    return
         except BlockingIOError:
             return
         except OSError:

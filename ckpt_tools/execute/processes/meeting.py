@@ -14,8 +14,8 @@ import resource
 import selectors
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from hashlib import sha256
 from itertools import count
 from typing import Any, NamedTuple
@@ -133,17 +133,21 @@ def _find_rank_0(job: _Job) -> Line:
             except OSError as error:
                 problems[port] = error.strerror or str(error)
                 continue
+            line.is_stranger = True
             send_to([line], _hello(job))
             answer = next_message(line, _ANSWER_SECONDS)
             if answer == "welcome":
+                line.is_stranger = False
                 BEATS.add(line)
                 return line
             line.close()
-            if isinstance(answer, list) and len(answer) == 2 and answer[0] == "refused":
-                raise UsageError(f"rank {job.rank} was refused by rank 0 at {job.host}:{port}: {answer[1]}")
-            problems[port] = "another program answers"
-            if isinstance(answer, list) and answer and answer[0] == "another job":
-                problems[port] = f"rank 0 of another job ({answer[-1]}) answers"
+            match answer:
+                case ["refused", str(why)]:
+                    raise UsageError(f"rank {job.rank} was refused by rank 0 at {job.host}:{port}: {why}")
+                case ["another job", str(name)]:
+                    problems[port] = f"rank 0 of another job ({name}) answers"
+                case _:
+                    problems[port] = "another program answers"
         time.sleep(pause)
         pause = min(2 * pause, 1)
     reasons = "; ".join(f"{port}: {reason}" for port, reason in problems.items())
@@ -159,13 +163,17 @@ def _wait_for_ranks(job: _Job) -> list[Line]:
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, soft + job.world), hard))
     lines: dict[int, Line] = {}
+    guests: dict[Line, tuple[str, int]] = {}  # not known yet: address, and the look at which they came
     refused: dict[str, None] = {}
+    looks, due = 0, 0.0  # counted: a job that was suspended goes on, and guests neither hasten nor delay it
     with ExitStack() as open_lines, _listener(job) as listener, selectors.DefaultSelector() as selector:
+        open_lines.callback(_close, guests)
+        open_lines.callback(_close, lines.values())
         selector.register(listener, selectors.EVENT_READ)
-        looks = 0
         while len(lines) < job.world - 1:
             ready = selector.select(LOOK_SECONDS)
-            looks += not ready
+            if time.monotonic() >= due:
+                looks, due = looks + 1, time.monotonic() + LOOK_SECONDS
             if looks * LOOK_SECONDS >= JOIN_SECONDS:
                 absent = ", ".join(str(rank) for rank in range(1, job.world) if rank not in lines)
                 raise StorageError(
@@ -173,40 +181,53 @@ def _wait_for_ranks(job: _Job) -> list[Line]:
                     f"{JOIN_SECONDS:.0f} s. {''.join(f'{one}. ' for one in refused)}Check MASTER_ADDR, and that all "
                     f"ranks run; to work alone, unset RANK and WORLD_SIZE. {_CHOOSE}."
                 )
-            for key, _ in ready:
-                if key.fileobj is listener:
-                    end, address = listener.accept()
-                    selector.register(
-                        open_lines.enter_context(closing(Line(end))), selectors.EVENT_READ, address[0]
-                    )
-                    continue
-                line = key.fileobj
-                assert isinstance(line, Line)
-                said = line.receive()
-                if not said and line.is_open:
-                    continue
-                selector.unregister(line)
-                answer = _answer(said[0] if said else None, job, lines)
-                send_to([line], answer)
-                if answer == "welcome":
-                    lines[said[0]["rank"]] = line
-                    BEATS.add(line)
-                elif answer[0] == "refused":
-                    raise UsageError(answer[1])
+            if any(key.fileobj is listener for key, _ in ready):
+                try:
+                    end, (address, *_) = listener.accept()
+                    guest = Line(end)
+                except OSError:  # gone again, or no descriptor is left until guests are sent away
+                    time.sleep(LOOK_SECONDS)
                 else:
-                    line.close()
-                    refused[f"{key.data} was refused: {' '.join(answer)}"] = None
+                    guest.is_stranger = True
+                    guests[guest] = address, looks
+                    selector.register(guest, selectors.EVENT_READ)
+            for guest, (address, came) in list(guests.items()):
+                said = guest.receive()
+                if not said and guest.is_open and (looks - came) * LOOK_SECONDS < _ANSWER_SECONDS:
+                    continue
+                selector.unregister(guest)
+                del guests[guest]
+                answer = _answer(said[0] if said else None, job, lines)
+                send_to([guest], answer)
+                if answer == "welcome":
+                    guest.is_stranger = False
+                    lines[said[0]["rank"]] = guest
+                    BEATS.add(guest)
+                    continue
+                guest.close()
+                if answer[0] == "refused":
+                    raise UsageError(answer[1])
+                refused[f"{address} was refused: {' '.join(answer)}"] = None
         open_lines.pop_all()
+        _close(guests)
     in_order = [lines[rank] for rank in range(1, job.world)]
     atexit.register(_leave_last, in_order)
     return in_order
 
 
+def _close(lines: Iterable[Line]) -> None:
+    for line in lines:
+        line.close()
+
+
 def _answer(hello: Any, job: _Job, lines: Mapping[int, Line]) -> Any:
     """What rank 0 says to a process that has connected; nothing is asked of one that is of another job."""
-    if not isinstance(hello, dict) or hello.keys() != _hello(job).keys():
+    kinds = {name: type(value) for name, value in _hello(job).items()}
+    if not isinstance(hello, dict) or {name: type(value) for name, value in hello.items()} != kinds:
         return ["another program"]
     rank = hello["rank"]
+    if not 0 < rank < hello["world"]:
+        return ["another program"]
     if hello["job"] != job.name:
         return ["another job", job.name]
     if hello[_PROGRAM] != __version__:

@@ -30,14 +30,14 @@ from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
 from ckpt_tools import errors
-from ckpt_tools.errors import CkptError, Interrupted, StorageError, Terminated
+from ckpt_tools.errors import CkptError, Interrupted, StorageError, Terminated, UsageError
 from ckpt_tools.execute.processes.lines import LOOK_SECONDS, Line, next_message, send_to
 
 T = TypeVar("T")
 SerializedError: TypeAlias = list[Any]
 """An error on its way to other processes: name of its class ("": a defect), message or traceback, problems."""
 Outcome: TypeAlias = dict[str, Any]
-"""What a step came to on one rank: "result" or "error", which is None where another rank's error ended it."""
+"""What a step came to on one rank: "result" and "step", or "error", which is None where another rank's ended it."""
 _STOP = "stop"
 
 
@@ -102,6 +102,24 @@ class Ranks:
         """Run `step` on every rank; the results of all ranks, in rank order."""
         return self._agree(step, all_need_it=True)
 
+    def alike(self, step: Callable[[], T]) -> T:
+        """Run `step` on every rank; this rank's own result, which need not be JSON."""
+        results = list[T]()
+        self.together(lambda: results.extend([step()]))
+        return results[0]
+
+    def agree(self, asked: Mapping[str, object]) -> None:
+        """Raise UsageError on every rank unless all were asked for the same; `asked` is JSON by name."""
+        first, *others = self.together(lambda: asked)
+        for rank, other in enumerate(others, 1):
+            for name in first:
+                if other[name] != first[name]:
+                    number = self._nodes[rank] if self._nodes else rank
+                    raise UsageError(
+                        f"the ranks were asked for different things: {name} is {first[name]} on rank 0 and "
+                        f"{other[name]} on rank {number}. Give all ranks the same command and the same source."
+                    )
+
     def gather(self, step: Callable[[], T]) -> list[T]:
         """As `together`, for results that only rank 0 needs; other ranks may get none."""
         return self._agree(step, all_need_it=False)
@@ -123,7 +141,7 @@ class Ranks:
         defect = None
         outcome: Outcome
         try:
-            outcome = {"result": step()}
+            outcome = {"result": step(), "step": step.__qualname__}
             if self._nodes:  # the same on every rank
                 outcome = json.loads(json.dumps(outcome))
         except PeerFailedError:
@@ -138,6 +156,8 @@ class Ranks:
         failed = {rank: one["error"] for rank, one in enumerate(outcomes) if one.get("error")}
         if failed:
             raise joined_error(failed, self._nodes)
+        if len({one.get("step") for one in outcomes}) > 1:
+            raise RuntimeError(f"the ranks have lost step: {[one.get('step') for one in outcomes]}")
         return [one["result"] for one in outcomes]
 
     def _exchange(self, outcome: Outcome, all_need_it: bool) -> list[Outcome]:
