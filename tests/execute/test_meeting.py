@@ -24,13 +24,14 @@ from tests.ports import free_port
 
 # Forks a process for each environment; each says in its line what it agreed upon with the others.
 MEET = """
-import json, os, sys
+import json, os, sys, time
 from ckpt_tools.execute.processes import meeting
 meeting.JOIN_SECONDS, pids = float(sys.argv[2]), []
 for number, environ in enumerate(json.loads(sys.argv[1])):
     pids.append(os.fork())
     if pids[-1] == 0:
         meeting.__version__ = environ.pop("version", "1")
+        time.sleep(float(environ.pop("late", "0")))
         try:
             said = meeting.connect(environ).together(lambda: number)
         except Exception as error:
@@ -153,7 +154,11 @@ def test_ranks_of_torchrun_pass_strangers_and_other_jobs():
     other = {"CKPT_TOOLS_PORT": str(ports[1]), "TORCHELASTIC_RUN_ID": "b"}
     with stranger(ports[0]):
         ends = meet(
-            rank(0, **other), rank(2, 3, **agent), rank(0, 3, **agent), rank(1, 3, **agent), rank(1, **other)
+            rank(0, **other),
+            rank(2, 3, **agent),
+            rank(0, 3, late="1", **agent),
+            rank(1, 3, **agent),
+            rank(1, late="2", **other),
         )
     assert ends == [[0, 4], [2, 3, 1], [2, 3, 1], [2, 3, 1], [0, 4]]
 
