@@ -1,7 +1,5 @@
 """An environment for recipes: `checkpoint-inspector` of this checkout on PATH, and stand-ins for other programs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The nodes are named 127.0.0.1 and 127.0.0.2, so that a node's name is an address that jobs can connect to.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

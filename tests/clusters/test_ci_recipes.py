@@ -1,7 +1,5 @@
 """The CI recipes, run as a CI system runs them: the workflow's own steps, the hook by a real `git commit`."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

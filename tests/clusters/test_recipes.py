@@ -1,7 +1,5 @@
 """The recipes for schedulers and CI systems: each is run as its system would, or held against its format."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

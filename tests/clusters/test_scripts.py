@@ -1,7 +1,5 @@
 """The batch scripts with stand-ins for Slurm's programs: what they run, in which order, and what they return."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

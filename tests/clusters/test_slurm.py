@@ -1,7 +1,5 @@
 """The batch script on a real Slurm: two nodes convert, something stops them half way, the requeued job finishes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`copy`: the same bytes everywhere, proven on the way; whole or not at all; goes on where it was stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -66,7 +64,7 @@ def large(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", [RUN, MOE, FSDP, "core016_llama_tp2_dp_reshardable"])
 @pytest.mark.parametrize("whole_root", [True, False])
-def test_a_copy_has_the_bytes_of_its_source(name: str, whole_root: bool, tmp_path: Path) -> None:
+def test_a_copy_has_the_bytes_of_its_source(name, whole_root, tmp_path):
     source = fixture_dir(name)
     place = source if whole_root else source / ITERATION
     done = copy_checkpoint(place, tmp_path / "out", CopyOptions(read_back=True))
@@ -80,18 +78,14 @@ def test_a_copy_has_the_bytes_of_its_source(name: str, whole_root: bool, tmp_pat
     assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "2"
 
 
-def test_large_and_small_and_strange_files(
-    large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_and_small_and_strange_files(large, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "PART_BYTES", 30_000)
     (one,) = copy_checkpoint(large, tmp_path / "out").copied
     assert content(tmp_path / "out") == content(large)
     assert one.proven == 5  # three tensors, the object, the payload of extra.pt
 
 
-def test_there_and_back_through_a_store(
-    store: fsspec.AbstractFileSystem, large: Path, tmp_path: Path
-) -> None:
+def test_there_and_back_through_a_store(store, large, tmp_path):
     copy_checkpoint(DATA / RUN, "memory://bucket/run", CopyOptions(read_back=True))
     assert store.cat("/bucket/run/latest_checkpointed_iteration.txt") == b"2"
     copy_checkpoint("memory://bucket/run", "memory://bucket/again")
@@ -102,9 +96,7 @@ def test_there_and_back_through_a_store(
     assert content(tmp_path / "large2") == content(large)
 
 
-def test_metadata_comes_last_in_a_store(
-    store: fsspec.AbstractFileSystem, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metadata_comes_last_in_a_store(store, monkeypatch):
     """Nobody who looks at the folder meanwhile takes it for a checkpoint."""
     put: list[str] = []
     original = RemoteOutput.publish
@@ -125,7 +117,7 @@ def test_metadata_comes_last_in_a_store(
     assert len(put) > 1
 
 
-def test_a_hugging_face_model_with_all_that_lies_beside_it(tmp_path: Path) -> None:
+def test_a_hugging_face_model_with_all_that_lies_beside_it(tmp_path):
     model = tmp_path / "hf"
     model.mkdir()
     save_file({"a.weight": torch.randn(700, 500), "b": torch.zeros(0)}, model / "model.safetensors")
@@ -140,7 +132,7 @@ def test_a_hugging_face_model_with_all_that_lies_beside_it(tmp_path: Path) -> No
     assert (one.proven, one.without_checksum) == (0, 3)
 
 
-def test_what_is_not_a_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_a_file_is_named(tmp_path, capsys):
     model = Path(shutil.copytree(fixture_dir(RUN) / "iter_0000002", tmp_path / "run"))
     os.mkfifo(model / "fifo")
     os.mknod(model / "socket", 0o600 | stat.S_IFSOCK)
@@ -153,9 +145,7 @@ def test_what_is_not_a_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert left == ["fifo", "inner/fifo", "linked", "nowhere", "socket"]
 
 
-def test_entries_in_folders_inside_are_refused(
-    user_cases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_entries_in_folders_inside_are_refused(user_cases, tmp_path, capsys):
     assert run(["copy", str(user_cases / "metadata_offset_2e63" / "dir"), str(tmp_path / "out")]) == 3
     assert "sub/x.distcp" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -179,9 +169,7 @@ def damaged(large: Path, part: str) -> None:
 
 @pytest.mark.parametrize("part", DAMAGE)
 @pytest.mark.parametrize("place", ["out", "memory://bucket/out"])
-def test_damage_is_not_copied_unseen(
-    part: str, place: str, large: Path, tmp_path: Path, store: fsspec.AbstractFileSystem
-) -> None:
+def test_damage_is_not_copied_unseen(part, place, large, tmp_path, store):
     damaged(large, part)
     output = place if "://" in place else str(tmp_path / place)
     with pytest.raises(CorruptCheckpointError, match=r"CRC-32|checksum"):
@@ -204,7 +192,7 @@ class _Stop:
             raise StorageError("the disk is full")
 
 
-def test_what_was_stopped_goes_on(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_stopped_goes_on(large, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "PART_BYTES", 30_000)
     with pytest.raises(StorageError, match="full"):
         copy_checkpoint(large, tmp_path / "out", progress=_Stop(1))
@@ -242,9 +230,7 @@ def three(tmp_path: Path) -> Path:
         ("iter_0000002", None, False),
     ],
 )
-def test_bridges_tracker_goes_with_the_iteration_that_it_names(
-    inner: str, iteration: int | None, copied: bool, tmp_path: Path
-) -> None:
+def test_bridges_tracker_goes_with_the_iteration_that_it_names(inner, iteration, copied, tmp_path):
     root = three(tmp_path)
     (root / "latest_checkpointed_iteration.txt").unlink()
     torch.save({"step": torch.tensor(6, dtype=torch.int32)}, root / BRIDGE_TRACKER)
@@ -255,7 +241,7 @@ def test_bridges_tracker_goes_with_the_iteration_that_it_names(
 
 
 @pytest.mark.filterwarnings("ignore:.*the folder says iteration")
-def test_all_iterations_past_those_that_are_there_or_not_whole(tmp_path: Path) -> None:
+def test_all_iterations_past_those_that_are_there_or_not_whole(tmp_path):
     root, out = three(tmp_path), tmp_path / "out"
     every = CopyOptions(every_iteration=True)
     first = copy_checkpoint(root, out, every)
@@ -274,7 +260,7 @@ def test_all_iterations_past_those_that_are_there_or_not_whole(tmp_path: Path) -
         copy_checkpoint(root / ITERATION, tmp_path / "x", every)
 
 
-def test_reading_back_finds_what_storage_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_back_finds_what_storage_changed(tmp_path, monkeypatch):
     real = write_checkpoint
 
     def and_rot(*args: object, **named: object) -> object:
@@ -288,14 +274,14 @@ def test_reading_back_finds_what_storage_changed(tmp_path: Path, monkeypatch: py
         copy_checkpoint(DATA / RUN, tmp_path / "out", CopyOptions(read_back=True))
 
 
-def test_places_that_overlap(tmp_path: Path) -> None:
+def test_places_that_overlap(tmp_path):
     with pytest.raises(UsageError, match="overlap"):
         copy_checkpoint(DATA / RUN, DATA / RUN / "inside")
     with pytest.raises(UsageError, match="on web servers"):
         copy_checkpoint(DATA / RUN, "https://example.invalid/run")
 
 
-def test_a_plan_cuts_files_where_checksums_begin_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_cuts_files_where_checksums_begin_and_end(monkeypatch):
     monkeypatch.setattr(build, "PART_BYTES", 40)
     plan = build_copy_plan(
         {"f": RawFile(200, (Run(20, 100, "k", 7), Run(130, 0, "e", 3)), b"h" * 10), "g": RawFile(5)}
@@ -314,7 +300,7 @@ def test_a_plan_cuts_files_where_checksums_begin_and_end(monkeypatch: pytest.Mon
 
 
 @pytest.mark.filterwarnings("ignore:.*the folder says iteration")
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path, capsys):
     root = three(tmp_path)
     assert run(["copy", str(root), str(tmp_path / "out"), "--dry-run"]) == 0
     assert capsys.readouterr().out.startswith("would copy ") and not (tmp_path / "out").exists()

@@ -1,7 +1,5 @@
 """`--hard-link`: the same checkpoint as without it, in which every tensor is where the source has it."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -92,9 +90,7 @@ def assert_linked(source: Path, linked: Path, copied: Path) -> set[str]:
     indirect=["source"],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )
-def test_the_output_is_the_same_in_files_of_the_source(
-    source: Path, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_output_is_the_same_in_files_of_the_source(source, words, tmp_path, capsys):
     verb, *options = words
     before = content(source)
     assert run([verb, str(source), str(tmp_path / "copied"), *options]) == 0
@@ -124,7 +120,7 @@ def test_the_output_is_the_same_in_files_of_the_source(
     assert content(tmp_path / "unread") == content(tmp_path / "linked")
 
 
-def test_layers_that_are_whole_and_masters_that_are_moved(tmp_path: Path) -> None:
+def test_layers_that_are_whole_and_masters_that_are_moved(tmp_path):
     """`slice` and `repair`, which have other sources."""
     whole = fsdp(RUN)
     tensors, objects = as_nvidias_converter_writes(*parts(whole))
@@ -139,7 +135,7 @@ def test_layers_that_are_whole_and_masters_that_are_moved(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("source", [RUN, NATIVE], indirect=True)
-def test_copies_of_a_run(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_copies_of_a_run(source, tmp_path, capsys):
     out = tmp_path / "out"
     report = told(["copy", str(source), str(out), "--iteration", "all", "--read-back", "--hard-link"], capsys)
     assert content(out) == {
@@ -154,7 +150,7 @@ def test_copies_of_a_run(source: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert report["copied"][0]["payloads_proven"] > 0
 
 
-def test_a_copy_of_a_hugging_face_model_in_a_cache(tmp_path: Path) -> None:
+def test_a_copy_of_a_hugging_face_model_in_a_cache(tmp_path):
     """There data files are links to blobs: what gets a name is the blob."""
     blobs, model = tmp_path / "blobs", tmp_path / "snapshots" / "1"
     blobs.mkdir()
@@ -182,14 +178,7 @@ def test_a_copy_of_a_hugging_face_model_in_a_cache(tmp_path: Path) -> None:
     indirect=["source"],
 )
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
-def test_what_would_change_a_data_file_is_refused_by_name(
-    source: Path,
-    words: list[str],
-    why: str,
-    more: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_would_change_a_data_file_is_refused_by_name(source, words, why, more, tmp_path, capsys):
     verb, *options = words
     assert run([verb, str(source), str(tmp_path / "out"), *options, *more, "--hard-link"]) == 2
     said = capsys.readouterr().err
@@ -198,7 +187,7 @@ def test_what_would_change_a_data_file_is_refused_by_name(
     assert not (tmp_path / "out").exists()
 
 
-def test_where_there_are_no_links(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_there_are_no_links(source, tmp_path, capsys):
     for places in ([str(source), "memory://out"], ["memory://source", str(tmp_path / "out")]):
         if places[0].startswith("memory"):
             assert run(["copy", str(oracle.files_of(source)), places[0]]) == 0
@@ -208,13 +197,7 @@ def test_where_there_are_no_links(source: Path, tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("code", REFUSED)
-def test_a_link_that_is_refused_leaves_nothing(
-    code: int,
-    source: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_link_that_is_refused_leaves_nothing(code, source, tmp_path, capsys, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -227,9 +210,7 @@ def test_a_link_that_is_refused_leaves_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_another_file_system_is_seen_before_anything_is_made(
-    source: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_file_system_is_seen_before_anything_is_made(source, capsys):
     shm = Path("/dev/shm")
     if not shm.is_dir() or shm.stat().st_dev == source.stat().st_dev:
         pytest.skip("no other file system here")
@@ -237,7 +218,7 @@ def test_another_file_system_is_seen_before_anything_is_made(
     assert REFUSED[errno.EXDEV] in capsys.readouterr().err
 
 
-def test_damage_is_found_in_what_is_linked(source: Path, tmp_path: Path) -> None:
+def test_damage_is_found_in_what_is_linked(source, tmp_path):
     key = "model.module.decoder.final_layernorm.weight"
     file, start, _ = payload_of(source, key, (0,))
     flip_bit(file, start)
@@ -248,9 +229,7 @@ def test_damage_is_found_in_what_is_linked(source: Path, tmp_path: Path) -> None
     assert run([*words, "--check-source", "none"]) == 0
 
 
-def test_a_source_that_changes_meanwhile_is_seen(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_source_that_changes_meanwhile_is_seen(source, tmp_path, monkeypatch, capsys):
     stock = LocalOutput.work
 
     def disturbed(*args: Any) -> Any:
@@ -272,12 +251,8 @@ def test_a_source_that_changes_meanwhile_is_seen(
 
 @pytest.mark.parametrize("replace", [True, False])
 def test_a_source_that_is_replaced_or_removed_before_it_is_linked(
-    replace: bool,
-    source: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    replace, source, tmp_path, monkeypatch, capsys
+):
     stock = os.link
 
     def disturbed(*args: Any, **more: Any) -> None:
@@ -303,9 +278,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, words: list[str], step: str, of: ty
 
 
 @pytest.mark.parametrize("step", ["work", "put_in_place", "write_beside", "finish"])
-def test_a_later_run_goes_on(
-    step: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_later_run_goes_on(step, source, tmp_path, monkeypatch):
     words = ["strip", str(source), str(tmp_path / "out"), "--hard-link"]
     stopped(monkeypatch, words, step)
     if step == "work":
@@ -326,13 +299,8 @@ def test_a_later_run_goes_on(
 @pytest.mark.parametrize("more", [[], ["--hard-link"]])
 @pytest.mark.parametrize("is_stopped_again", [False, True])
 def test_to_remove_links_of_a_killed_run_is_no_change_of_the_source(
-    killed_at: tuple[str, type],
-    more: list[str],
-    is_stopped_again: bool,
-    source: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    killed_at, more, is_stopped_again, source, tmp_path, monkeypatch
+):
     words = ["strip", str(source), str(tmp_path / "out")]
     with monkeypatch.context() as killed:
         killed.setattr(LocalOutput, "leave", lambda *_: None)
@@ -345,9 +313,7 @@ def test_to_remove_links_of_a_killed_run_is_no_change_of_the_source(
     assert file.stat().st_nlink == 1 + ("--hard-link" in more)
 
 
-def test_only_links_are_taken_for_a_finished_output(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_links_are_taken_for_a_finished_output(source, tmp_path, capsys):
     words = ["strip", str(source), str(tmp_path / "out"), "--hard-link"]
     assert run(words) == 0
     assert run([*words, "--resume"]) == 0
@@ -361,7 +327,7 @@ def test_only_links_are_taken_for_a_finished_output(
 
 
 @pytest.mark.parametrize("verb", [["strip"], ["modify-state-dict", "--op", "remove rng_state"]])
-def test_replacing_one_leaves_the_other_as_it_is(verb: list[str], source: Path, tmp_path: Path) -> None:
+def test_replacing_one_leaves_the_other_as_it_is(verb, source, tmp_path):
     linked = tmp_path / "linked"
     assert run(["copy", str(source), str(linked), "--hard-link"]) == 0
     before = content(source)
@@ -375,9 +341,7 @@ def test_replacing_one_leaves_the_other_as_it_is(verb: list[str], source: Path, 
     assert all(path.stat().st_nlink == 1 for path in source.rglob("*") if path.is_file())
 
 
-def test_a_full_disk_has_room_for_links(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_has_room_for_links(source, tmp_path, monkeypatch):
     stock: Callable[[int], os.statvfs_result] = os.statvfs
 
     def nearly_full(at: int) -> os.statvfs_result:

@@ -1,7 +1,5 @@
 """`modify-state-dict` against stock `dcp.load`: kept values bit for bit, other keys gone, nothing invented."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

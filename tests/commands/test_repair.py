@@ -1,13 +1,10 @@
 """`repair`: known damage is undone to the byte where the checkpoint proves how, and refused by name elsewhere."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +33,13 @@ def refusal(source: Path, tmp_path: Path, error: type[CkptError], **options: Any
     return str(caught.value)
 
 
-def test_other_formats_are_refused(tmp_path: Path) -> None:
+def test_other_formats_are_refused(tmp_path):
     assert "it changes no weights and no masters" in refusal(
         fixture_dir(RUN), tmp_path, UnsupportedCheckpointError
     )
 
 
-def test_what_was_not_read_is_not_vouched_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_not_read_is_not_vouched_for(tmp_path, capsys):
     words = ["repair", str(fixture_dir(NATIVE)), str(tmp_path / "out")]
     assert run(words) == 1  # `repair RUN OUT && use OUT` does not go on
     said = capsys.readouterr().out
@@ -93,7 +90,7 @@ def sound() -> Path:
     return fsdp(RUN)
 
 
-def test_masters_and_groups_where_nvidias_converter_puts_them(sound: Path, tmp_path: Path) -> None:
+def test_masters_and_groups_where_nvidias_converter_puts_them(sound, tmp_path):
     tensors, objects = parts(sound)
     foreign = saved(
         tmp_path / "foreign",
@@ -112,7 +109,7 @@ def test_masters_and_groups_where_nvidias_converter_puts_them(sound: Path, tmp_p
     assert all(kept[key] == objects[key] for key in objects if key.startswith(GROUP))
 
 
-def test_masters_of_another_step_take_no_place(sound: Path, tmp_path: Path) -> None:
+def test_masters_of_another_step_take_no_place(sound, tmp_path):
     tensors, objects = as_nvidias_converter_writes(*parts(sound))
     key = f"{STATE}decoder.layers.0.self_attention.linear_proj.weight.fp32_param"
     tensors[key] = tensors[key] * 1.5
@@ -130,9 +127,7 @@ def test_masters_of_another_step_take_no_place(sound: Path, tmp_path: Path) -> N
         (None, "its weight: missing"),
     ],
 )
-def test_masters_that_fit_no_weight_take_no_place(
-    change: Callable[[torch.Tensor], torch.Tensor] | None, found: str, sound: Path, tmp_path: Path
-) -> None:
+def test_masters_that_fit_no_weight_take_no_place(change, found, sound, tmp_path):
     tensors, objects = as_nvidias_converter_writes(*parts(sound))
     name = "decoder.layers.0.mlp.linear_fc2.weight"
     key = f"{STATE}{name}.fp32_param"
@@ -145,7 +140,7 @@ def test_masters_that_fit_no_weight_take_no_place(
     assert found.removeprefix("torch.") in message
 
 
-def test_halves_that_say_different_things_of_their_group(sound: Path, tmp_path: Path) -> None:
+def test_halves_that_say_different_things_of_their_group(sound, tmp_path):
     tensors, objects = as_nvidias_converter_writes(*parts(sound))
     (key, *_) = [key for key in objects if key.endswith("0.mlp.linear_fc1.weight_v.lr")]
     objects[key] = 7.0
@@ -172,9 +167,7 @@ def collided(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "iter_0000002"
 
 
-def test_stages_that_overwrote_each_other_are_refused_by_name(
-    collided: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stages_that_overwrote_each_other_are_refused_by_name(collided, tmp_path, capsys):
     """One copy of each weight is left, and the states of both layers: the strict load of torch would go through."""
     stored = oracle.tensors(collided)
     assert not any(key.startswith("model.module.decoder.layers.1.") for key in stored)
@@ -212,9 +205,7 @@ def of_one_stage(tmp_path: Path, stage: int, rng: int | None = None, **args: obj
     return saved(tmp_path / "stage" / "iter_0000002", state)
 
 
-def test_the_layers_of_one_stage_get_their_numbers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_layers_of_one_stage_get_their_numbers(tmp_path, capsys):
     source = of_one_stage(tmp_path, 1)
     assert run(["verify", str(source)]) == 1
     assert "`repair` gives the layers of this stage their numbers" in capsys.readouterr().out.replace(
@@ -238,11 +229,11 @@ def test_the_layers_of_one_stage_get_their_numbers(
         (None, {"num_layers": 1}, "the optimizer has layer 1, the args say 1 layers"),
     ],
 )
-def test_args_that_say_otherwise(rng: int | None, args: dict[str, object], why: str, tmp_path: Path) -> None:
+def test_args_that_say_otherwise(rng, args, why, tmp_path):
     assert why in refusal(of_one_stage(tmp_path, 1, rng, **args), tmp_path, MappingError)
 
 
-def test_states_of_other_shapes_prove_nothing(tmp_path: Path) -> None:
+def test_states_of_other_shapes_prove_nothing(tmp_path):
     tensors, objects = of_stage(oracle.tensors(iteration_of(NATIVE)), 1)
     key = f"{STATE}decoder.layers.1.self_attention.linear_proj.weight.exp_avg"
     tensors[key] = tensors[key][:-1].clone()
@@ -251,7 +242,7 @@ def test_states_of_other_shapes_prove_nothing(tmp_path: Path) -> None:
     assert key in refusal(saved(tmp_path / "stage" / "iter_0000002", state), tmp_path, MappingError)
 
 
-def test_weights_alone_do_not_tell_their_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_alone_do_not_tell_their_stage(tmp_path, capsys):
     tensors, _ = of_stage(oracle.tensors(iteration_of(NATIVE)), 1)
     weights = {key: value for key, value in tensors.items() if key.startswith("model.")}
     args = argparse.Namespace(num_layers=2, pipeline_model_parallel_size=2, swiglu=True, bf16=True)
@@ -264,9 +255,7 @@ def test_weights_alone_do_not_tell_their_stage(tmp_path: Path, capsys: pytest.Ca
     )
 
 
-def test_a_job_without_stages_is_not_said_to_have_some(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_without_stages_is_not_said_to_have_some(tmp_path, capsys):
     source = of_one_stage(tmp_path, 0, pipeline_model_parallel_size=1)
     assert run(["verify", str(source)]) == 1
     told = capsys.readouterr().out

@@ -1,8 +1,5 @@
 """`strip`: the weights byte for byte where they were, nothing of the optimizer, and a checkpoint that still works."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +31,7 @@ OF_THE_OPTIMIZER = ("optimizer", "chained_", "opt_param_scheduler", "rng_state",
 
 
 @pytest.mark.parametrize("name", TORCH_DIST + NATIVE)
-def test_the_weights_stay_where_they_were(name: str, tmp_path: Path) -> None:
+def test_the_weights_stay_where_they_were(name, tmp_path):
     done = strip_checkpoint(root_of(name), tmp_path / "out")
     before, after = iteration_of(name), iteration_of(tmp_path / "out")
     was, now = oracle.metadata(before), oracle.metadata(after)
@@ -59,7 +56,7 @@ def test_the_weights_stay_where_they_were(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", TORCH_DIST)
-def test_the_common_state_says_nothing_of_an_optimizer(name: str) -> None:
+def test_the_common_state_says_nothing_of_an_optimizer(name):
     """It has the entries of a job that saved with --no-save-optim --no-save-rng."""
     with open_checkpoint(str(root_of(name))) as a, open_checkpoint(str(stripped(name))) as b:
         was, now = a.common, b.common
@@ -74,7 +71,7 @@ def test_the_common_state_says_nothing_of_an_optimizer(name: str) -> None:
         assert optimizer_layout(b.catalog, now) == "none"
 
 
-def test_the_same_entries_as_a_job_without_optimizer_writes() -> None:
+def test_the_same_entries_as_a_job_without_optimizer_writes():
     ours, theirs = stripped("v016_dense_fr_tp2_dp2_te"), root_of("v016_dense_weightsonly_tp2")
     with open_checkpoint(str(theirs)) as a, open_checkpoint(str(ours)) as b:
         assert a.common.values.keys() == b.common.values.keys()
@@ -82,7 +79,7 @@ def test_the_same_entries_as_a_job_without_optimizer_writes() -> None:
 
 
 @pytest.mark.parametrize("name", NATIVE)
-def test_masters_cast_to_the_models_type(name: str, tmp_path: Path) -> None:
+def test_masters_cast_to_the_models_type(name, tmp_path):
     done = strip_checkpoint(root_of(name), tmp_path / "out", "bfloat16")
     old, new = map(oracle.tensors, (iteration_of(name), tmp_path / "out"))
     rounded = 0
@@ -98,21 +95,21 @@ def test_masters_cast_to_the_models_type(name: str, tmp_path: Path) -> None:
     assert is_sound(tmp_path / "out")
 
 
-def test_it_holds_what_a_conversion_of_the_weights_holds() -> None:
+def test_it_holds_what_a_conversion_of_the_weights_holds():
     oracle.assert_same(stripped(fsdp(MOE), "bfloat16"), fsdp(MOE, weights_only=True, dtype="bfloat16"))
 
 
 @pytest.mark.parametrize("name", [RUN.name, FSDP.name])
-def test_what_was_stripped_is_exported_as_the_whole(name: str) -> None:
+def test_what_was_stripped_is_exported_as_the_whole(name):
     assert content(hf(stripped(name))) == content(hf(name))
 
 
-def test_what_was_stripped_converts_there_and_back() -> None:
+def test_what_was_stripped_converts_there_and_back():
     weights = stripped(MOE)
     oracle.assert_same(torch_dist(fsdp(weights)), weights)
 
 
-def test_only_what_is_kept_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_what_is_kept_is_read(tmp_path, capsys):
     key = "decoder.final_layernorm.weight"
     root = copy_of(RUN.name, tmp_path)
     path, at, _ = payload_of(root, f"optimizer.state.exp_avg.{key}", (0,))
@@ -126,12 +123,12 @@ def test_only_what_is_kept_is_read(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bf16"])
-def test_other_types_are_refused(dtype: str, tmp_path: Path) -> None:
+def test_other_types_are_refused(dtype, tmp_path):
     with pytest.raises(UsageError, match=f"--dtype {dtype}: weights can be written as bfloat16"):
         strip_checkpoint(FSDP, tmp_path / "out", dtype)
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_what_is_refused(tmp_path):
     with pytest.raises(UsageError, match="is torch_dist; its weights already have the job's element type"):
         strip_checkpoint(RUN, tmp_path / "out", "bfloat16")
     with pytest.raises(UsageError, match="holds weights alone"):
@@ -170,7 +167,7 @@ def plain_state(flat: bool) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 @pytest.mark.parametrize("flat", [False, True])
-def test_a_plain_state_dict_keeps_its_model(flat: bool, tmp_path: Path) -> None:
+def test_a_plain_state_dict_keeps_its_model(flat, tmp_path):
     state = plain_state(flat)
     torch_dcp.save(state, checkpoint_id=tmp_path / "in", no_dist=True)
     done = strip_checkpoint(tmp_path / "in", tmp_path / "out")
@@ -193,9 +190,7 @@ def test_a_plain_state_dict_keeps_its_model(flat: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "root"), [("module_num_rng", "module"), ("net_epoch", "net")])
-def test_no_weight_is_left_out_whatever_its_dict_is_called(
-    name: str, root: str, user_cases: Path, tmp_path: Path
-) -> None:
+def test_no_weight_is_left_out_whatever_its_dict_is_called(name, root, user_cases, tmp_path):
     source = user_cases / "dcp_model_root" / name
     assert is_sound(source)
     model = {key: value for key, value in oracle.tensors(source).items() if key.startswith(f"{root}.")}
@@ -206,7 +201,7 @@ def test_no_weight_is_left_out_whatever_its_dict_is_called(
         oracle.assert_same(found, kept)
 
 
-def test_a_plain_state_dict_of_megatron_is_converted(tmp_path: Path) -> None:
+def test_a_plain_state_dict_of_megatron_is_converted(tmp_path):
     """Its kind is told by its optimizer: without one it would be taken for Megatron-FSDP's."""
     source = dcp(RUN)
     with pytest.raises(UnsupportedCheckpointError, match="`convert --to torch_dist --weights-only`"):

@@ -1,7 +1,5 @@
 """Small sources and plans that the tests of this folder convert."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Also the program of a rank: `torchrun -m tests.execute.converter ORDER`.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

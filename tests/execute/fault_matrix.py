@@ -5,8 +5,6 @@ next one must get there. A wrong result must at least be seen by `verify --conte
 `test_faults.py` tries a sample.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import errno

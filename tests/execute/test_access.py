@@ -1,7 +1,5 @@
 """Private stays private: permissions, group and setgid of outputs."""
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Casts equal torch's, bit for bit; joined checksums equal zlib's."""
 
-from __future__ import annotations
-
 import itertools
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """Made tensors through plan, pump and box reader: equal to numpy on whole tensors, whatever the views and chunks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

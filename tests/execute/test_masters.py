@@ -3,8 +3,6 @@
 Weights that Transformer Engine holds in FP8 are made with torch's own E4M3 casts; `te_fp8_weights.npz` has real ones.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """How the ranks of a launcher find each other: nobody else gets in, and who is missing or wrong is named."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

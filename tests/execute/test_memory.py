@@ -1,7 +1,5 @@
 """Memory stays inside the budget when a tensor does not."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

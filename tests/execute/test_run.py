@@ -1,7 +1,5 @@
 """Whole conversions: stock DCP reads what was written, and nothing but the plan decides a byte."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import math

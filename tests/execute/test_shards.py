@@ -1,7 +1,5 @@
 """No safetensors file is published that the safetensors library does not open."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

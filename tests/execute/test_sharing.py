@@ -1,7 +1,5 @@
 """Blocks shared with the source: what is cloned, and that time and space alone depend on it."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """A run's tracker goes forward only: an iteration that is added does not send a job back to an older one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,9 +44,7 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         ("nine", ("iter_0000009",), "2", "2", None),
     ],
 )
-def test_a_tracker_goes_forward_only(
-    old: str | None, there: tuple[str, ...], new: str, left: str, says: str | None, root: str, case: Case
-) -> None:
+def test_a_tracker_goes_forward_only(old, there, new, left, says, root, case):
     fs, _ = fsspec.core.url_to_fs(root)
     for name in there:
         fs.makedirs(f"{root}/{name}", exist_ok=True)

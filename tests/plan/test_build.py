@@ -1,7 +1,5 @@
 """Plans: what they hold, what they refuse, and that nothing but their inputs decides them."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

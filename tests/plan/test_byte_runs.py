@@ -1,7 +1,5 @@
 """Read patterns and tiles reproduce numpy's slicing of an `arange`, whatever the limits; joining loses no item."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

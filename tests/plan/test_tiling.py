@@ -1,7 +1,5 @@
 """Finding boxes and proving tilings, against brute force."""
 
-from __future__ import annotations
-
 import time
 
 from hypothesis import given
