@@ -3,6 +3,8 @@
 Also the program of a rank: `torchrun -m tests.execute.converter ORDER`.
 """
 
+from __future__ import annotations
+
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Writing past the page cache: the same bytes, nothing but whole aligned blocks, and refusals that say what to do."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import itertools

@@ -1,7 +1,5 @@
 """Failing disks, killed processes, second converters: never a wrong or half checkpoint, and always a way on."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json

@@ -1,7 +1,5 @@
 """What others put where this tool keeps its own files: never followed, never truncated, never removed."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

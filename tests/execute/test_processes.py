@@ -1,7 +1,5 @@
 """Forked workers and the ranks of a launcher: the same bytes as one process, one verdict, nobody left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

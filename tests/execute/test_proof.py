@@ -1,7 +1,5 @@
 """No damage of a source is laundered: every payload that is read from is proven, however it is read."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading
