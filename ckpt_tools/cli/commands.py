@@ -255,12 +255,17 @@ def parameters(command: Any, ctx: Any, options: Set[str] | None = None) -> list[
 
 def write_sections(rows: Iterable[tuple[str, Row]], formatter: Any) -> None:
     """Definition lists, one a section."""
-    sections: dict[str, list[Row]] = {}  # in the order in which they first appear
-    for section, row in rows:
-        sections.setdefault(section, []).append(row)
-    for section, found in sections.items():
+    for section, found in by_section(rows).items():
         with formatter.section(section):
             _write_rows(found, formatter)
+
+
+def by_section(rows: Iterable[tuple[str, Row]]) -> dict[str, list[Row]]:
+    """The rows of each section, in the order in which the sections first appear."""
+    sections: dict[str, list[Row]] = {}
+    for section, row in rows:
+        sections.setdefault(section, []).append(row)
+    return sections
 
 
 def _write_rows(rows: list[Row], formatter: Any) -> None:

@@ -1,5 +1,7 @@
 """Makes writing tensors slow in a job's first start, so that a test can stop it half way."""
 
+from __future__ import annotations
+
 import os
 import threading
 import time
