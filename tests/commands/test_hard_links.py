@@ -81,7 +81,7 @@ def assert_linked(source: Path, linked: Path, copied: Path) -> set[str]:
         (NATIVE, ["modify-state-dict", "--op", "remove rng_state", "--op", "rename ^args$ arguments"]),
         (NATIVE, ["modify-state-dict", "--op", r"rename model\.module\.(.*) model.lang.\1"]),
         (NATIVE, ["convert", "--tp", "2"]),
-        (NATIVE, ["convert", "--gpus", "4", "--tp", "2", "--workers", "2"]),
+        (NATIVE, ["convert", "--gpus", "4", "--tp", "2"]),
         (RUN, ["strip", "--check-masters", "all"]),
         (RUN, ["modify-state-dict", "--op", "remove ^rng"]),
         (MOE, ["strip", "--verify", "--fsync"]),
