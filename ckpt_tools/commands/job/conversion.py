@@ -198,7 +198,7 @@ def convert(
     ranks = connect()
     ranks.agree(_asked(output, options, dry_run))
     with ExitStack() as stack:
-        opened = ranks.alike(lambda: stack.enter_context(writer.open(source, options)))
+        opened = ranks.everywhere(lambda: stack.enter_context(writer.open(source, options)))
         if opened.location.kind == "safetensors" and writer.imported_as is not None:
             words = shlex.join(["import-hf", source, output, "--to", writer.imported_as])
             raise UnsupportedCheckpointError(
@@ -232,7 +232,7 @@ def convert(
 
 
 def _asked(output: str, options: RunOptions, dry_run: bool) -> dict[str, str]:
-    """What the ranks must have been asked for alike: all but how fast each works."""
+    """What all ranks must have been asked for: everything but how fast each works."""
     place = output_directory(output)
     write = {one.name: getattr(options.write, one.name) for one in fields(options.write)}
     given = {one.name: getattr(options, one.name) for one in fields(options)} | write

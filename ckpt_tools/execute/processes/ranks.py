@@ -55,7 +55,7 @@ class Ranks:
         up: the line to rank 0, or of a worker to who has forked it.
         down: the lines to others, and which ranks speak on each.
         nodes: the launcher's number of every rank, or of who has forked it; empty without a launcher.
-        begun: how many conversions this process has shared before, and how many steps of this one.
+        counted: how many conversions this process has shared before, and how many steps of this one.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class Ranks:
         up: Line | None = None,
         down: Mapping[Line, range] | None = None,
         nodes: Sequence[int] = (),
-        begun: Sequence[int] = (0, 0),
+        counted: Sequence[int] = (0, 0),
     ) -> None:
         self.rank, self.world = rank, world
         self.watch: Callable[[], None] = lambda: None
         self._up, self._down, self._nodes = up, down or {}, nodes
-        self._conversion, self._steps = begun
+        self._conversion, self._steps = counted
         self._outcomes: dict[int, Outcome] = {}  # of this step: this rank's, and what came from below
         self._answer: list[Outcome] | None = None  # of this step, from above
         self._is_stopped = False  # from above
@@ -82,27 +82,27 @@ class Ranks:
                 self._selector.register(line, selectors.EVENT_READ)
 
     def with_workers(self, counts: Sequence[int], workers: Sequence[Line]) -> Ranks:
-        """The ranks when each is so many processes; this one has `workers`, which are told who they are."""
+        """The ranks when each is so many processes; this one has `workers`, which get to know who they are."""
         first = list(accumulate(counts, initial=0))
         nodes = [rank for rank, count in enumerate(counts) for _ in range(count)] if self._nodes else []
-        begun = (self._conversion, self._steps)
+        counted = (self._conversion, self._steps)
         down = {line: range(first[ranks.start], first[ranks.stop]) for line, ranks in self._down.items()}
         for rank, line in enumerate(workers, first[self.rank] + 1):
             down[line] = range(rank, rank + 1)
-            send_to([line], [rank, first[-1], nodes, begun, counts[self.rank]])
-        return Ranks(first[self.rank], first[-1], self._up, down, nodes, begun)
+            send_to([line], [rank, first[-1], nodes, counted, counts[self.rank]])
+        return Ranks(first[self.rank], first[-1], self._up, down, nodes, counted)
 
     @classmethod
     def of_worker(cls, up: Line) -> tuple[Ranks, int]:
         """As a worker sees them, and how many of them are on its node."""
-        rank, world, nodes, begun, here = next_message(up)
-        return cls(rank, world, up, None, nodes, begun), here
+        rank, world, nodes, counted, here = next_message(up)
+        return cls(rank, world, up, None, nodes, counted), here
 
     def together(self, step: Callable[[], T]) -> list[T]:
         """Run `step` on every rank; the results of all ranks, in rank order."""
         return self._agree(step, all_need_it=True)
 
-    def alike(self, step: Callable[[], T]) -> T:
+    def everywhere(self, step: Callable[[], T]) -> T:
         """Run `step` on every rank; this rank's own result, which need not be JSON."""
         results = list[T]()
         self.together(lambda: results.extend([step()]))

@@ -15,9 +15,8 @@ from pathlib import Path
 CONNECTIONS = 16  # of a process that works alone
 ALL_CONNECTIONS = 64  # of all processes of a command: at 50-100 MB/s each they fill most networks
 
-BYSTANDERS = set[
-    threading.Thread
-]()  # threads that ask stores for nothing, and rest while a process is forked
+# Threads that ask stores for nothing, and rest while a process is forked.
+BYSTANDERS = set[threading.Thread]()
 
 _END_SECONDS = 2.0
 _lock = threading.Lock()
