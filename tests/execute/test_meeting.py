@@ -281,7 +281,7 @@ def test_ranks_at_different_steps_are_a_defect(ends):
     here, there = ends
     first, second = Ranks(0, 2, None, {there: range(1, 2)}, (0, 1)), Ranks(1, 2, here, None, (0, 1))
     with ThreadPoolExecutor() as pool:
-        one, two = pool.submit(first.together, lambda: 1), pool.submit(second.alike, lambda: {1})
+        one, two = pool.submit(first.together, lambda: 1), pool.submit(second.everywhere, lambda: {1})
     assert "lost step" in str(one.exception()) and "lost step" in str(two.exception())
 
 
