@@ -76,7 +76,8 @@ def plan_digest(
     state = hashlib.sha256()
     data_digest = cache(lambda data: hashlib.sha256(data).hexdigest())
     for item in items:
-        state.update(_canonical(list(item)))
+        copied = all(isinstance(one, Transfer) for one in item.transfers)
+        state.update(_canonical(list(item), list if copied else _spelled))
     for blob in blobs:
         box = None if blob.box is None else list(blob.box)
         row = [blob.key, box, blob.file, blob.offset, data_digest(blob.data)]
@@ -106,10 +107,10 @@ def _pieces(tables: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
     yield b"]"
 
 
-def _canonical(value: object) -> bytes:
+def _canonical(value: object, spelled: Callable[[Any], object] = list) -> bytes:
     """`value` as JSON; the slow way for what UTF-8 cannot spell, such as file names that are not text."""
     try:
-        return orjson.dumps(value, default=_spelled)
+        return orjson.dumps(value, default=spelled)
     except orjson.JSONEncodeError:
         return json.dumps(value, default=repr).encode()
 
@@ -342,12 +343,13 @@ def _source(transfers: Sequence[Transfer | Computation], copy: _LongCopy) -> tup
     return one.item.file, likely_start(one.item, one.dtype, one.shape) + copy.first
 
 
-def _phases(transfers: Sequence[Transfer | Computation], copies: Iterable[_LongCopy]) -> Counter[int]:
+def _phases(transfers: Sequence[Transfer | Computation], copies: Iterable[_LongCopy]) -> dict[int, int]:
     """Where in a block an item's payload may begin -> bytes of its copies that then lie there as in their sources."""
-    found: Counter[int] = Counter()
+    found: dict[int, int] = {}
     for copy in copies:
         _, start = _source(transfers, copy)
-        found[(start - copy.to) % EXTENT_BYTES] += copy.nbytes
+        phase = (start - copy.to) % EXTENT_BYTES
+        found[phase] = found.get(phase, 0) + copy.nbytes
     return found
 
 
