@@ -275,6 +275,18 @@ def test_numbers_that_are_none(value, text, tmp_path):
     assert found[0][0] == "warning"
 
 
+@pytest.mark.parametrize(
+    ("name", "key"), [(NATIVE, f"{STATE}{NORM}.exp_avg_sq"), (LLAMA, f"optimizer.state.exp_avg_sq.{NORM}")]
+)
+def test_a_second_moment_below_zero(name, key, tmp_path):
+    root = copy_of(name, tmp_path)
+    _, _, data = payload_of(root, key, (0,))
+    replace_chunk(root, key, (0,), "float32", struct.pack("<3f", -0.0, -0.25, -0.5) + data[12:])
+    only(errors_of(root, content=True), "values", key, "-0.5 is in it; squares are never negative")
+    replace_chunk(root, key, (0,), "float32", struct.pack("<f", -0.0) + data[4:])
+    assert findings_of(root, content=True) == []
+
+
 # --- keys that are not there
 
 W_HALF, V_HALF = "layers.0.mlp.linear_fc1.weight_w", "layers.0.mlp.linear_fc1.weight_v"

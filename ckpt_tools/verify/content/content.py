@@ -1,8 +1,8 @@
 """Are the stored bytes the ones that were written, and are they numbers: one pass over every item.
 
 Every record of every archive is summed and compared with the CRC-32 its writer stored, also of the archives that
-are a file of their own (`common.pt`); the same pass counts NaNs and infinities, and compares masters with weights
-that are stored in the same chunks. Memory is one buffer a thread.
+are a file of their own (`common.pt`); the same pass counts NaNs and infinities, sees second moments below zero, and
+compares masters with weights that are stored in the same chunks. Memory is one buffer a thread.
 """
 
 from __future__ import annotations
@@ -248,8 +248,8 @@ def scanning(
     allow_nonfinite: bool = False,
     tick: Tick = lambda _: None,
     pairs: Mapping[Item, Item] | None = None,
-) -> Iterator[Callable[[], Scanned]]:
-    """Give the block a function that returns what was found.
+) -> Iterator[Callable[[Collection[str]], Scanned]]:
+    """Give the block a function that returns what was found, given the keys of means of squares.
 
     Other processes have begun to read when the block does. `tick` gets the bytes read. `pairs` maps items
     of fp32 masters to the items of bf16 weights that are read with them.
@@ -281,7 +281,7 @@ def scanning(
         tick=tick,
         reads=reads if has_stores(files) else None,
     ) as results:
-        yield lambda: _scanned(files, catalog, works, results(), allow_nonfinite)
+        yield lambda squares: _scanned(files, catalog, works, results(), allow_nonfinite, squares)
 
 
 def _beside(jobs: Iterable[Job], pairs: Mapping[Item, Item]) -> Iterator[Work]:
@@ -306,16 +306,21 @@ def _scanned(
     works: Sequence[Work],
     found: Sequence[tuple[Scan, ...]],
     allow_nonfinite: bool,
+    squares: Collection[str],
 ) -> Scanned:
     masters = [(work, scans[0]) for work, scans in zip(works, found, strict=True) if len(work) == 2]
     wrong = {work[0].item for work, scan in masters if not scan.rounds}
     rounded = frozenset((m.item, w.item) for (m, w), _ in masters if m.item not in wrong)
     scans = sorted(zip(chain(*works), chain(*found), strict=True), key=lambda one: one[0].item)
-    return Scanned(_checks(files, catalog, _by_item(scans), allow_nonfinite), rounded)
+    return Scanned(_checks(files, catalog, _by_item(scans), allow_nonfinite, squares), rounded)
 
 
 def _checks(
-    files: Files, catalog: Catalog, scans: Iterable[tuple[Job, Scan]], allow_nonfinite: bool
+    files: Files,
+    catalog: Catalog,
+    scans: Iterable[tuple[Job, Scan]],
+    allow_nonfinite: bool,
+    squares: Collection[str],
 ) -> tuple[Check, Check]:
     from ckpt_tools.megatron.keys import bucket_key  # not before the other processes have begun
 
@@ -335,7 +340,9 @@ def _checks(
         )
     for key, count in census.items():
         values.looked_at += count.elements
-        if not count.nans and not count.infinities:
+        if key in squares and (lowest := count.lowest(catalog.tensors[key].dtype)):
+            values.error(key, f"{lowest:.4g} is in it; squares are never negative, and its root is NaN")
+        if count.are_finite:
             continue
         message = f"{count.nans} NaN and {count.infinities} infinite of {count.elements} elements"
         if bucket_key(key):  # gaps between parameters are uninitialised memory in every checkpoint
