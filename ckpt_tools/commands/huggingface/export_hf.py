@@ -367,7 +367,7 @@ def plan_plain(opened: Opened, options: ExportOptions, hf_config: str) -> Conver
     model = named_model(catalog, expected.shapes)
     entries = {name: catalog.tensors[key] for name, key in model.keys.items()}
     equal, extra = expected.superfluous(sorted(entries.keys() - expected.shapes.keys()))
-    problems = [*_misfits(entries, expected, set(extra))]
+    problems = [*expected.problems, *_misfits(entries, expected, set(extra))]
     problems += [f"{key}: {expected.told_by} knows of no such tensor" for key in model.stray]
     if problems:
         raise _not_that_model(opened, hf_config, expected, model, problems)

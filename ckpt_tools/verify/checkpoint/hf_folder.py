@@ -101,7 +101,7 @@ def check_hf_names(files: Files, catalog: Catalog, config: Mapping[str, Any]) ->
         if not impossible:
             _not_compared(found, str(error))
         return found.done()
-    for line in _contradictions(config if tower is None else tower.config):
+    for line in expected.problems:
         found.error(CONFIG, line)
     _compare(found, specs, expected)
     _compare_types(found, specs, expected, config)
@@ -132,18 +132,6 @@ def _impossible(config: Mapping[str, Any]) -> Iterator[str]:
             isinstance(value, bool) or not isinstance(value, int | float) or value <= 0
         ):
             yield f"{name} is {short(value)}; a number above 0 is expected"
-
-
-def _contradictions(config: Mapping[str, Any]) -> Iterator[str]:
-    """Fields that cannot be true together."""
-    layers, kinds = config.get("num_hidden_layers"), config.get("layer_types")
-    if isinstance(kinds, list) and type(layers) is int and len(kinds) != layers:
-        yield f"layer_types has {len(kinds)} entries, num_hidden_layers is {layers}"
-    chosen = config.get("num_experts_per_tok")
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        experts = config.get(name)
-        if type(chosen) is int and type(experts) is int and 0 < experts < chosen:
-            yield f"num_experts_per_tok is {chosen}, {name} {experts}"
 
 
 def _expected(config: Mapping[str, Any], specs: Mapping[str, Spec]) -> Expected:
@@ -182,7 +170,7 @@ def _of_towers(config: Mapping[str, Any], specs: Mapping[str, Spec], tower: Towe
         return tuple((tower.name_of(a), tower.name_of(b)) for a, b in equal), [*map(tower.name_of, ignored)]
 
     types = {tower.name_of(name): dtype for name, dtype in inner.types.items()}
-    return Expected(shapes, inner.told_by, superfluous, types)
+    return replace(inner, shapes=shapes, superfluous=superfluous, types=types)
 
 
 def _compare(found: Findings, specs: Mapping[str, Spec], expected: Expected) -> None:
