@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from ckpt_tools.commands.huggingface.folder import documents_of, without_frequencies
+from ckpt_tools.commands.huggingface.folder import documents_of, prove_equal, without_frequencies
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.read_model import Wanted, master_targets, read_model
 from ckpt_tools.commands.look.ls import COMPLETE, iteration_row
@@ -52,7 +52,8 @@ from ckpt_tools.verify.report import ERROR, Check, Findings, Meter, VerifyOption
 def check_metadata(opened: Opened, options: VerifyOptions, digests: bool, meter: Meter) -> list[Check]:
     """Every check that looks at no values, of a checkpoint of which the common state is not read yet.
 
-    The sums of `integrity.json` alone are taken with `options.content`. `meter` gets how many bytes all checks will
+    With `options.content` alone the sums of `integrity.json` are taken, and tied weights of a Hugging Face model are
+    compared. `meter` gets how many bytes all checks will
     read: with `digests`, a manifest's too.
     """
     location, files, catalog, trust_pickle = (
@@ -93,7 +94,7 @@ def check_metadata(opened: Opened, options: VerifyOptions, digests: bool, meter:
         checks.append(check_metadata_json(files))
     if has_integrity:
         checks.append(check_integrity(files, content, meter))
-    return checks + of_format.checks(opened)
+    return checks + of_format.checks(opened, content)
 
 
 def _wrong_with(root: str, trust_pickle: bool, name: str) -> str:
@@ -197,7 +198,7 @@ def _torch_dist_optimizer(opened: Opened) -> list[Check]:
 class _OfFormat(NamedTuple):
     """What is checked of a format besides what is of every checkpoint."""
 
-    checks: Callable[[Opened], list[Check]]
+    checks: Callable[[Opened, bool], list[Check]]  # and with content
     has_pickles: bool = True  # a common state, save plans
     reads_record: bool = True  # on its own: of fsdp_dtensor the packing is checked with it
     masters: Callable[[Catalog, int | None], Wanted | None] = lambda _, __: None  # how to read them
@@ -205,11 +206,12 @@ class _OfFormat(NamedTuple):
 
 _OF_FORMAT: Mapping[CheckpointKind, _OfFormat] = {
     "torch_dist": _OfFormat(
-        _torch_dist, masters=lambda _, workers: Wanted(unknown_keys=True, workers=workers)
+        lambda opened, _: _torch_dist(opened),
+        masters=lambda _, workers: Wanted(unknown_keys=True, workers=workers),
     ),
-    "fsdp_dtensor": _OfFormat(_fsdp_dtensor, reads_record=False),
+    "fsdp_dtensor": _OfFormat(lambda opened, _: _fsdp_dtensor(opened), reads_record=False),
     "dcp": _OfFormat(
-        _state_dict,
+        lambda opened, _: _state_dict(opened),
         masters=lambda catalog, _: (
             Wanted("masters")
             if any(optimizer.masters for optimizer in read_state_dict(catalog).optimizers)
@@ -217,8 +219,11 @@ _OF_FORMAT: Mapping[CheckpointKind, _OfFormat] = {
         ),
     ),
     "safetensors": _OfFormat(
-        lambda opened: check_hf_folder(
-            opened.files, without_frequencies(opened.catalog)[0], documents_of(opened.files.list())
+        lambda opened, content: check_hf_folder(
+            opened.files,
+            without_frequencies(opened.catalog)[0],
+            documents_of(opened.files.list()),
+            partial(prove_equal, opened.files) if content else lambda *_: None,
         ),
         has_pickles=False,
         reads_record=False,

@@ -153,7 +153,7 @@ def export_tensors(
         exported = _export(source, options, config, None, present)
     if headers:
         return ExportTensors(source, exported, exported.tensors, (*source.notes, *exported.notes))
-    prove_equal(opened.files, source.catalog, source.bases, exported.equal)
+    prove_equal(opened.files, source.catalog, exported.equal, source.bases)
     shapes = {key: entry.shape for key, entry in source.catalog.tensors.items()}
     tensors = rebase(exported.tensors, source.bases, shapes)
     shifted, notes = shifted_norms(opened.files, source.catalog, tensors, exported.offsets)
@@ -372,7 +372,7 @@ def plan_plain(opened: Opened, options: ExportOptions, hf_config: str) -> Conver
     if problems:
         raise _not_that_model(opened, hf_config, expected, model, problems)
     bases = {name: one.value for name, one in entries.items()}
-    prove_equal(opened.files, catalog, bases, equal)
+    prove_equal(opened.files, catalog, equal, bases)
     tensors = [_target(name, entries[name], expected, options.dtype) for name in expected.shapes]
     written, changed = _config(config, bulk_dtype(tensors))
     tied = {other: one for one, other in equal}

@@ -70,7 +70,8 @@ class Expected:
 
     `types` are of tensors that have one type whatever the others have. `superfluous` tells of names that are not
     among `shapes` which may be there all the same. `head` is the one that a class of another task does not have.
-    `problems` are settings that contradict each other.
+    `problems` are settings that contradict each other; `prefix` is the first segment that all names of a model saved
+    without its head lack.
     """
 
     shapes: Mapping[str, Shape]
@@ -79,6 +80,8 @@ class Expected:
     types: Mapping[str, str] = field(default_factory=dict)
     head: str = ""
     problems: Sequence[str] = ()
+    prefix: str = ""
+    hidden_size: int = 0
 
 
 def expected_by_rules(
@@ -109,6 +112,8 @@ def expected_by_rules(
         types,
         tensor_of(family, HEAD),
         contradictions(family, model, config),
+        prefix,
+        model.hidden_size,
     )
 
 
