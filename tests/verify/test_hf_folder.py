@@ -272,12 +272,12 @@ def test_names_of_the_model_inside_next_to_a_head(config, head, tmp_path):
 ])  # fmt: skip
 def test_a_stored_copy_holds_the_same_values(config, copy, tmp_path):
     """transformers 5 takes a tied head that differs, 4 drops it; import-hf refuses it."""
-    tensors = directory(config)
+    tensors = dict(directory(config))
     tensors[copy] = tensors["model.embed_tokens.weight"].copy()
     folder, content = save(tmp_path / "hf", config, tensors), VerifyOptions(content=True)
     assert verify_checkpoint(folder, options=content).findings == []
     tensors[copy][3, 5] += 1
-    save_file(dict(tensors), folder / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors")
     assert verify_checkpoint(folder).findings == []
     (found,) = verify_checkpoint(folder, options=content).findings
     assert (found.severity, found.check, found.where) == ("error", "names", "config.json")

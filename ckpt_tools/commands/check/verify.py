@@ -138,7 +138,7 @@ def _checks(
     if scanned:
         if compare is None:
             compare = masters_check(opened, options, options.workers)
-        checks += (*scanned.checks, *compare(scanned.rounded))
+        checks += (*scanned.checks, *compare(scanned))
     if digests:
         checks.append(_manifest(files, catalog, options, manifest, meter, not any(c.errors for c in checks)))
     return checks

@@ -26,7 +26,7 @@ from ckpt_tools.formats.storage.prefetch import Range
 from ckpt_tools.formats.torch_archive.item_reader import Stretch, find_tensor, whole_file
 from ckpt_tools.formats.torch_archive.tensor_template import RECORDS, UsualItem, tensor_frame, usual_item
 from ckpt_tools.formats.torch_archive.zip_archive import payload_offset, read_directory, stored_crc32
-from ckpt_tools.megatron.keys import canonical_kind, state_key
+from ckpt_tools.megatron.keys import SQUARES, bucket_key, canonical_kind, state_key
 from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.dtypes import ITEMSIZE
 from ckpt_tools.model.kernels.casts import Array
@@ -224,10 +224,14 @@ Work: TypeAlias = tuple[Job] | tuple[Job, Job]
 
 
 class Scanned(NamedTuple):
-    """The checks `checksums` (of records) and `values` (of tensors); pairs of items of which each element rounds."""
+    """The checks `checksums` (of records) and `values` (of tensors); pairs of items of which each element rounds.
+
+    `in_buckets`: what is an error in items of flat buckets unless they are gaps between parameters.
+    """
 
     checks: tuple[Check, Check]
     rounded: frozenset[tuple[Item, Item]]
+    in_buckets: Mapping[Item, list[str]]
 
 
 class _Buffers(threading.local):
@@ -312,7 +316,24 @@ def _scanned(
     wrong = {work[0].item for work, scan in masters if not scan.rounds}
     rounded = frozenset((m.item, w.item) for (m, w), _ in masters if m.item not in wrong)
     scans = sorted(zip(chain(*works), chain(*found), strict=True), key=lambda one: one[0].item)
-    return Scanned(_checks(files, catalog, _by_item(scans), allow_nonfinite, squares), rounded)
+    by_item = [*_by_item(scans)]
+    in_buckets = dict[Item, list[str]]()
+    for job, scan in by_item:
+        bucket = bucket_key(job.key)
+        for message, is_allowed in (
+            _wrong(scan.census, job.dtype or "", bucket.kind in SQUARES) if bucket else ()
+        ):
+            if not (is_allowed and allow_nonfinite):
+                in_buckets.setdefault(job.item, []).append(message)
+    return Scanned(_checks(files, catalog, by_item, allow_nonfinite, squares), rounded, in_buckets)
+
+
+def _wrong(count: Census, dtype: str, is_square: bool) -> Iterator[tuple[str, bool]]:
+    """What values cannot be, and whether `allow_nonfinite` is about it."""
+    if is_square and (lowest := count.lowest(dtype)):
+        yield f"{lowest:.4g} is in it; squares are never negative, and its root is NaN", False
+    if not count.are_finite:
+        yield f"{count.nans} NaN and {count.infinities} infinite of {count.elements} elements", True
 
 
 def _checks(
@@ -322,8 +343,6 @@ def _checks(
     allow_nonfinite: bool,
     squares: Collection[str],
 ) -> tuple[Check, Check]:
-    from ckpt_tools.megatron.keys import bucket_key  # not before the other processes have begun
-
     sums, values = Findings("checksums", "records"), Findings("values", "elements")
     census: dict[str, Census] = {key: Census() for key in catalog.tensors}
     without = 0
@@ -340,17 +359,13 @@ def _checks(
         )
     for key, count in census.items():
         values.looked_at += count.elements
-        if key in squares and (lowest := count.lowest(catalog.tensors[key].dtype)):
-            values.error(key, f"{lowest:.4g} is in it; squares are never negative, and its root is NaN")
-        if count.are_finite:
-            continue
-        message = f"{count.nans} NaN and {count.infinities} infinite of {count.elements} elements"
-        if bucket_key(key):  # gaps between parameters are uninitialised memory in every checkpoint
-            values.warning(key, f"{message}; they may lie in the alignment gaps of the bucket")
-        elif allow_nonfinite:
-            values.warning(key, message)
-        else:
-            values.error(key, message)
+        for message, is_allowed in _wrong(count, catalog.tensors[key].dtype, key in squares):
+            if bucket_key(key):  # gaps between parameters are uninitialised memory in every checkpoint
+                values.warning(key, f"{message}; they may lie in the alignment gaps of the bucket")
+            elif allow_nonfinite and is_allowed:
+                values.warning(key, message)
+            else:
+                values.error(key, message)
     return sums.done(), values.done()
 
 
