@@ -62,8 +62,7 @@ def check_metadata(opened: Opened, options: VerifyOptions, digests: bool, meter:
     """Every check that looks at no values, of a checkpoint of which the common state is not read yet.
 
     With `options.content` alone the sums of `integrity.json` are taken, and tied weights of a Hugging Face model are
-    compared. `meter` gets how many bytes all checks will
-    read: with `digests`, a manifest's too.
+    compared. `meter` gets how many bytes all checks will read: with `digests`, a manifest's too.
     """
     location, files, catalog, trust_pickle = (
         opened.location,
@@ -269,6 +268,7 @@ def masters_check(
             report, problems = compare_all_masters(
                 files, model.catalog, targets, threads, options.workers, recipe, scanned.rounded
             )
+            states = _bucket_states(model, scanned.in_buckets)
         except NEVER_FINDINGS:
             raise
         except CkptError as error:
@@ -278,7 +278,6 @@ def masters_check(
         for problem in problems:
             element, _, values = problem.partition(": ")
             found.error(element, f"{values}: the master does not round to the weight")
-        states = _bucket_states(model, scanned.in_buckets)
         return [found.done(), *([states] if states.errors else [])]
 
     return compare

@@ -183,7 +183,7 @@ def _expected(config: Mapping[str, Any], specs: Mapping[str, Spec]) -> Expected:
         equal, ignored = expected.superfluous(name for name in extra if name not in own)
         return equal, [*ignored, *own]
 
-    head = next(iter(heads), "")
+    head = next(iter(heads), "") if "For" in architecture else ""
     return replace(expected, shapes=shapes, superfluous=superfluous, head=head, problems=problems)
 
 

@@ -319,12 +319,10 @@ def _scanned(
     by_item = [*_by_item(scans)]
     in_buckets = dict[Item, list[str]]()
     for job, scan in by_item:
-        bucket = bucket_key(job.key)
-        for message, is_allowed in (
-            _wrong(scan.census, job.dtype or "", bucket.kind in SQUARES) if bucket else ()
-        ):
-            if not (is_allowed and allow_nonfinite):
-                in_buckets.setdefault(job.item, []).append(message)
+        if bucket := bucket_key(job.key):
+            for message, is_allowed in _wrong(scan.census, job.dtype or "", bucket.kind in SQUARES):
+                if not (is_allowed and allow_nonfinite):
+                    in_buckets.setdefault(job.item, []).append(message)
     return Scanned(_checks(files, catalog, by_item, allow_nonfinite, squares), rounded, in_buckets)
 
 

@@ -147,6 +147,7 @@ NOT_IMPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("sarvam-105b", {"rope_scaling": {**LATENT_YARN, "mscale": 0, "mscale_all_dim": 0}}, "mscale 0 with mscale_all"),
     ("Solar-Open", {"rope_scaling": {**LATENT_YARN, "factor": None}}, "'yarn' scaling without a factor"),
     ("Moonlight", {"topk_group": 0}, "of 0 groups no expert can be chosen"),
+    ("llama", {"num_key_value_heads": 3}, "num_attention_heads is 4, num_key_value_heads is 3"),
     ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, num_local_experts is 4"),
     ("DeepSeek-V3.2", {"topk_group": 3}, "topk_group is 3, n_group is 2"),
     ("DeepSeek-V3.2", {"n_group": 3}, "n_routed_experts is 4, n_group is 3: groups have the same size"),

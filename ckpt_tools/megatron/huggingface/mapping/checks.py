@@ -105,6 +105,9 @@ def not_of_family(family: Family, model: ModelArgs, reference: Mapping[str, Any]
     return problems + sparse_attention_problems(model) + contradictions(family, model, config)
 
 
+_SHARED_BY = (("num_attention_heads", "num_query_groups"), ("linear_num_value_heads", "linear_num_key_heads"))
+
+
 def contradictions(family: Family, model: ModelArgs, config: Mapping[str, Any]) -> list[str]:
     """Settings that cannot be true together, under their names in config.json."""
     names = {one.arg: one.also if one.also in config else one.hf for one in reversed(family.fields)}
@@ -116,6 +119,9 @@ def contradictions(family: Family, model: ModelArgs, config: Mapping[str, Any]) 
     problems, kinds = [], config.get("layer_types")
     if isinstance(kinds, list) and len(kinds) != model.num_layers:
         problems.append(f"layer_types has {len(kinds)} entries, {names['num_layers']} is {model.num_layers}")
+    for heads, shared in _SHARED_BY:
+        if getattr(model, heads) % (getattr(model, shared) or 1):
+            problems.append(clash(heads, shared, ": a multiple of it is expected"))
     experts, chosen = model.num_experts or 0, model.moe_router_topk
     if 0 < experts < chosen:
         problems.append(clash("moe_router_topk", "num_experts"))
