@@ -238,7 +238,7 @@ def _compare(found: Findings, specs: Mapping[str, Spec], expected: Expected) -> 
         found.warning(
             expected.head,
             f"the names of the model inside lack {expected.prefix!r}, which a class with this head saves: "
-            "transformers 4 refuses to load the folder, transformers 5 and import-hf take it",
+            "transformers 4 refuses to load the folder, transformers 5 loads it",
         )
     return [(one, other) for one, other in equal if one in specs and specs[one].shape == specs[other].shape]
 
