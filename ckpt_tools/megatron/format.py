@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckpt_tools.errors import MappingError
 from ckpt_tools.megatron.dcp.state_dict import EXTRA_STATE, read_state_dict, root_of
 from ckpt_tools.megatron.keys import (
+    SQUARES,
     has_expert_axis,
     is_optimizer_key,
     is_run_state,
+    is_square,
     model_name,
     parameter_name,
     rng_key,
@@ -55,6 +57,7 @@ class Format:
         parameters: the parameter of each key that is not named for its own.
         weights: the model's weights, layers apart.
         without_optimizer: the keys of a weights-only checkpoint: of weights, and of what models keep besides these.
+        squares: the keys of states that are never below zero.
         layout: the name of the optimizer's layout.
         rng_ranks: the (pp, tp) ranks with stored rng states.
         is_run: a job of Megatron saves it, in the root of a run, with its arguments and counters.
@@ -66,6 +69,7 @@ class Format:
     parameters: Callable[[Catalog], Mapping[str, str]]
     weights: Callable[[Catalog], Weights]
     without_optimizer: Callable[[Catalog], frozenset[str]]
+    squares: Callable[[Catalog], Collection[str]] = lambda catalog: {*filter(is_square, catalog.tensors)}
     layout: Callable[[Catalog, CommonState], str] = optimizer_layout
     rng_ranks: Callable[[Catalog], set[tuple[int, int]]] = lambda catalog: {
         (rank.pp, rank.tp) for rank in map(rng_key, (*catalog.tensors, *catalog.objects)) if rank
@@ -153,6 +157,7 @@ FORMATS: Mapping[CheckpointKind, Format] = {
         lambda catalog: read_state_dict(catalog).parameters(),
         _plain_weights,
         _plain_without_optimizer,
+        lambda catalog: read_state_dict(catalog).of_kinds(SQUARES),
         layout=lambda catalog, _: read_state_dict(catalog).layout,
     ),
     "safetensors": Format(

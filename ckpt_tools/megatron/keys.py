@@ -119,6 +119,11 @@ _EXPERT_HALF = re.compile(r"(?P<base>.*\.linear_fc1\.(?:weight|bias))(?P<part>_[
 
 _MASTER_NAMES = frozenset({"param", "fp32_param"})  # since core 0.15; before
 _MOMENTS: tuple[Role, ...] = ("exp_avg", "exp_avg_sq")
+# States that are means, sums or maxima of squares or sizes: of Adam, Adafactor, RMSprop, Adadelta, Adagrad, Adamax.
+SQUARES = frozenset(
+    ("exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "row_var", "col_var", "variance",
+     "square_avg", "acc_delta", "sum", "exp_inf")
+)  # fmt: skip
 
 
 # ---- torch_dist
@@ -423,6 +428,11 @@ def role_of(key: str) -> Role:
         return "other" if is_kept or is_run_state(key) else "weight"
     named = (state_key(key), bucket_key(key), fsdp_state(key))
     return next((role for n in named if n and (role := state_role(n.kind)) != "other"), "other")
+
+
+def is_square(key: str) -> bool:
+    """Whether the key is that of a weight's state that is never below zero, in either format."""
+    return any(state is not None and state.kind in SQUARES for state in (state_key(key), fsdp_state(key)))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

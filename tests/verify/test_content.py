@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.check.diff import DiffRequest, diff_checkpoints
@@ -93,6 +94,21 @@ def test_an_item_with_a_transposed_tensor_and_values_that_are_none(tmp_path):
     tensor[7, 11] = float("inf")
     dcp.save({"w": tensor.t()}, checkpoint_id=tmp_path, no_dist=True)
     only(errors_of(tmp_path, content=True), "values", "w", "0 NaN and 1 infinite of 150000")
+
+
+@pytest.mark.parametrize(("kind", "says"), [
+    ("exp_avg", ""), ("exp_avg_sq", "-1 is in it"), ("max_exp_avg_sq", "-1 is in it"),
+])  # fmt: skip
+def test_squares_below_zero_of_a_plain_optimizer(kind, says, tmp_path):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters(), amsgrad=True)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    optimizer.state[model.bias][kind][1] = -1
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    found = [(where, message[:11]) for _, where, message in errors_of(tmp_path, content=True)]
+    assert found == ([(f"optimizer.state.bias.{kind}", says)] if says else [])
 
 
 def test_a_compressed_record(tmp_path):

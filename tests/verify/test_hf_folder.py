@@ -228,6 +228,63 @@ def test_names_of_a_model_without_its_head(config, tmp_path):
     assert [one.where for one in names(folder, **{"norm.weight": None})] == ["norm.weight"]
 
 
+TIED = {**LLAMA, "tie_word_embeddings": True}
+CLASSIFIER = {**LLAMA, "architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a"}}
+TAGGER = {**LLAMA, "architectures": ["Qwen2ForTokenClassification"]}
+REWARD = {**LLAMA, "architectures": ["Qwen2ForRewardModel"]}
+OWN_CODE = {**CLASSIFIER, "auto_map": {"AutoModel": "modeling.Model"}}
+
+
+@pytest.mark.parametrize(("config", "head", "said"), [
+    (CLASSIFIER, {}, "score.weight is missing; config.json asks for [1, 12]"),
+    (CLASSIFIER, {"score.weight": (2, 12)}, "score.weight has shape [2, 12]; config.json asks for [1, 12]"),
+    (CLASSIFIER, {"score.weight": (1, 12)}, ""),
+    (TAGGER, {"classifier.weight": (2, 12)}, "classifier.bias is missing; config.json asks for [2]"),
+    (TAGGER, {"score.weight": (2, 12), "score.bias": (2,)}, ""),
+    (REWARD, {}, "config.json no tensor of the head that a Qwen2ForRewardModel has is stored"),
+    (REWARD, {"lm_head.weight": (11, 12)}, "config.json no tensor of the head"),
+    (REWARD, {"score.0.weight": (9, 12)}, ""),
+    (OWN_CODE, {}, "config.json no tensor of the head that a LlamaForSequenceClassification has is stored"),
+    (OWN_CODE, {"pooler.weight": (3, 4)}, ""),
+])  # fmt: skip
+def test_the_head_of_a_classifier(config, head, said, tmp_path):
+    """transformers gives a head that is not stored random weights."""
+    tensors = {name: tensor for name, tensor in directory(LLAMA).items() if name != "lm_head.weight"}
+    tensors |= {name: np.ones(shape, np.float32) for name, shape in head.items()}
+    found = [f"{one.where} {one.message}" for one in names(save(tmp_path / "hf", config, tensors))]
+    assert [line[: len(said)] for line in found] == ([said] if said else [])
+
+
+@pytest.mark.parametrize(("config", "head"), [
+    (LLAMA, "lm_head.weight"), (TIED, "lm_head.weight"), (CLASSIFIER, "score.weight"),
+])  # fmt: skip
+def test_names_of_the_model_inside_next_to_a_head(config, head, tmp_path):
+    """transformers 4.57.6 calls such a folder corrupted, 5.24.0 loads all of it."""
+    bare = {key.removeprefix("model."): tensor for key, tensor in directory(TIED).items()}
+    bare[head] = bare["embed_tokens.weight"][: 11 if head == "lm_head.weight" else 1]
+    (found,) = names(save(tmp_path / "hf", config, bare))
+    assert (found.severity, found.where) == ("warning", head)
+    assert "lack 'model.', which a class with this head saves: transformers 4 refuses" in found.message
+
+
+@pytest.mark.parametrize(("config", "copy"), [
+    (TIED, "lm_head.weight"), (DEEPSEEK, "model.layers.3.embed_tokens.weight"),
+])  # fmt: skip
+def test_a_stored_copy_holds_the_same_values(config, copy, tmp_path):
+    """transformers 5 takes a tied head that differs, 4 drops it; import-hf refuses it."""
+    tensors = dict(directory(config))
+    tensors[copy] = tensors["model.embed_tokens.weight"].copy()
+    folder, content = save(tmp_path / "hf", config, tensors), VerifyOptions(content=True)
+    assert verify_checkpoint(folder, options=content).findings == []
+    tensors[copy][3, 5] += 1
+    save_file(tensors, folder / "model.safetensors")
+    assert verify_checkpoint(folder).findings == []
+    (found,) = verify_checkpoint(folder, options=content).findings
+    assert (found.severity, found.check, found.where) == ("error", "names", "config.json")
+    assert f"{copy} differs from model.embed_tokens.weight at " in found.message
+    assert run(["import-hf", str(folder), str(tmp_path / "out"), "-q"]) == 5
+
+
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:1000])
 
@@ -284,6 +341,7 @@ NO_COUNT = "a number of 1 or more is expected"
     + [("num_attention_heads", 0, NO_COUNT), ("head_dim", 0, NO_COUNT), ("hidden_size", 32.5, NO_COUNT)]
     + [("hidden_size", "missing", NO_COUNT), ("decoder_sparse_step", 0, NO_COUNT)]
     + [("rope_theta", value, "a number above 0 is expected") for value in ("1e4", [1])]
+    + [("num_key_value_heads", 3, "num_attention_heads is 4, num_key_value_heads is 3: a multiple")]
     + [("num_experts_per_tok", 9, "num_experts_per_tok is 9, num_experts "), ("layer_types", ["full_attention"],
        "layer_types has 1 entries, num_hidden_layers is ")],
 )  # fmt: skip

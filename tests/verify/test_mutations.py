@@ -38,6 +38,8 @@ FC2 = "decoder.layers.mlp.linear_fc2.weight"
 NORM = "decoder.final_layernorm.weight"
 GROUP = "optimizer.param_to_group_meta.module.module.module."
 STATE = "optimizer.state.module.module.module."
+BUCKETS = "core019_llama_dp2_dp_reshardable"
+BUCKET = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0"
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -273,6 +275,36 @@ def test_numbers_that_are_none(value, text, tmp_path):
     found = findings_of(root, content=True, allow_nonfinite=True)
     only(found, "values", key, text)
     assert found[0][0] == "warning"
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "where"),
+    [
+        (NATIVE, f"{STATE}{NORM}.exp_avg_sq", NORM),
+        (LLAMA, f"optimizer.state.exp_avg_sq.{NORM}", NORM),
+        (BUCKETS, f"{BUCKET}.exp_avg_sq", "exp_avg_sq of output_layer.weight"),
+    ],
+)
+def test_a_second_moment_below_zero(name, key, where, tmp_path):
+    """The gaps of a bucket are uninitialised, and are below zero in the fixture."""
+    root = copy_of(name, tmp_path)
+    _, _, data = payload_of(root, key, (0,))
+    replace_chunk(root, key, (0,), "float32", struct.pack("<3f", -0.0, -0.25, -0.5) + data[12:])
+    only(errors_of(root, content=True), "values", where, "-0.5 is in it; squares are never negative")
+    replace_chunk(root, key, (0,), "float32", struct.pack("<f", -0.0) + data[4:])
+    assert findings_of(root, content=True) == []
+
+
+@pytest.mark.parametrize(("start", "where"), [(0, "exp_avg of output_layer.weight"), (6688, None)])
+def test_a_nan_in_a_bucket_is_an_error_but_in_a_gap(start, where, tmp_path):
+    root = copy_of(BUCKETS, tmp_path)
+    key = f"{BUCKET}.exp_avg"
+    _, _, data = payload_of(root, key, (start,))
+    replace_chunk(root, key, (start,), "float32", struct.pack("<f", math.nan) + data[4:])
+    found = findings_of(root, content=True)
+    said = [("error", "values", where, f"1 NaN and 0 infinite of {len(data) // 4} elements")] if where else []
+    assert found[1:] == said and found[0][:3] == ("warning", "values", key)
+    assert [f[0] for f in findings_of(root, content=True, allow_nonfinite=True)] == ["warning"]
 
 
 # --- keys that are not there

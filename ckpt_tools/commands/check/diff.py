@@ -40,7 +40,6 @@ from ckpt_tools.megatron.format import FORMATS
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.fsdp_dtensor.tensors import state_prefix
 from ckpt_tools.megatron.fsdp_dtensor.write import build_fsdp_target
-from ckpt_tools.megatron.huggingface.mapping.checks import Spec
 from ckpt_tools.megatron.huggingface.mapping.rules import Family
 from ckpt_tools.megatron.huggingface.mapping.targets import import_targets
 from ckpt_tools.megatron.huggingface.quantization.quantized import Dequantized, dequantized
@@ -50,7 +49,7 @@ from ckpt_tools.megatron.names import DIALECTS
 from ckpt_tools.megatron.run_state.record import read_record, stored_tp
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import optimizer_layout
-from ckpt_tools.model.catalog import TensorEntry, Value
+from ckpt_tools.model.catalog import TensorEntry
 from ckpt_tools.model.choices import CheckpointKind, DiffBy
 from ckpt_tools.model.model import Model
 from ckpt_tools.model.roles import WEIGHT, Role
@@ -407,16 +406,15 @@ def _redundant(
     paired = {key for pair in imported.equal for key in pair}
     found = {key: _NO_CONTENT for key in imported.dropped if key not in views and key not in paired}
     for pair in imported.equal:
-        if sum(key in views for key in pair) == 1 and (headers or _is_proven(model, specs, pair)):
+        if sum(key in views for key in pair) == 1 and (headers or _is_proven(model, pair)):
             one, other = sorted(pair, key=lambda key: key in views)
             found[one] = _SAME.format(other)
     return found
 
 
-def _is_proven(model: Opened, specs: Mapping[str, Spec], pair: tuple[str, str]) -> bool:
-    values = {key: Value(specs[key].dtype, specs[key].shape, (Source(key),)) for key in pair}
+def _is_proven(model: Opened, pair: tuple[str, str]) -> bool:
     try:
-        prove_equal(model.files, model.catalog, values, [pair])
+        prove_equal(model.files, model.catalog, [pair])
     except MappingError:
         return False
     return True

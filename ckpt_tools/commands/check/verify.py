@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -128,16 +128,17 @@ def _checks(
         # Imported while workers read, which do without.
         from ckpt_tools.commands.check.verify_checks import check_metadata, masters_check
         from ckpt_tools.commands.job.opened import NO_STATE, Opened
+        from ckpt_tools.megatron.format import FORMATS
 
         opened = Opened(location, files, catalog, NO_STATE, options.trust_pickle)
         checks = check_metadata(opened, options, digests, meter)
         # The model of any other layout may take reading whole buckets, which workers share.
         compare = masters_check(opened, options, 1) if pairs else None
-        scanned = content()
+        scanned = content(FORMATS[location.kind].squares(catalog) if options.content else ())
     if scanned:
         if compare is None:
             compare = masters_check(opened, options, options.workers)
-        checks += (*scanned.checks, *compare(scanned.rounded))
+        checks += (*scanned.checks, *compare(scanned))
     if digests:
         checks.append(_manifest(files, catalog, options, manifest, meter, not any(c.errors for c in checks)))
     return checks
@@ -145,10 +146,10 @@ def _checks(
 
 def _scanning(
     files: Files, catalog: Catalog, options: VerifyOptions, meter: Meter, pairs: Mapping[Item, Item]
-) -> AbstractContextManager[Callable[[], Scanned | None]]:
+) -> AbstractContextManager[Callable[[Collection[str]], Scanned | None]]:
     """Gives what returns what was found in the content, if that was asked for; workers begin at once."""
     if not options.content:
-        return nullcontext(lambda: None)
+        return nullcontext(lambda _: None)
     from ckpt_tools.verify.content.content import scanning
 
     return scanning(

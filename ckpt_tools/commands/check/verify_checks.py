@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckpt_tools.commands.huggingface.folder import documents_of, without_frequencies
+from ckpt_tools.commands.huggingface.folder import documents_of, prove_equal, without_frequencies
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.read_model import Wanted, master_targets, read_model
 from ckpt_tools.commands.look.ls import COMPLETE, iteration_row
@@ -26,13 +27,18 @@ from ckpt_tools.formats.storage.files import path_in
 from ckpt_tools.formats.storage.open_files import files_below, open_files
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
 from ckpt_tools.megatron.format import FORMATS
+from ckpt_tools.megatron.keys import bucket_key
 from ckpt_tools.megatron.run_state.common_state import read_common_state
 from ckpt_tools.megatron.run_state.record import read_record
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import coalesced_buffers
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import optimizer_layout
 from ckpt_tools.megatron.torch_dist.read import stored_groups
+from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.choices import CheckpointKind
+from ckpt_tools.model.model import Model
+from ckpt_tools.model.target import TargetTensor
+from ckpt_tools.plan.overlap import ChunkFinder, TargetReader
 from ckpt_tools.verify.checkpoint import meaning, structure
 from ckpt_tools.verify.checkpoint.counters import check_counters
 from ckpt_tools.verify.checkpoint.hf_folder import check_hf_folder
@@ -48,12 +54,15 @@ from ckpt_tools.verify.content.manifest import INTEGRITY, check_integrity
 from ckpt_tools.verify.readiness.model_rules import check_settings
 from ckpt_tools.verify.report import ERROR, Check, Findings, Meter, VerifyOptions, failed_check
 
+if TYPE_CHECKING:
+    from ckpt_tools.verify.content.content import Scanned
+
 
 def check_metadata(opened: Opened, options: VerifyOptions, digests: bool, meter: Meter) -> list[Check]:
     """Every check that looks at no values, of a checkpoint of which the common state is not read yet.
 
-    The sums of `integrity.json` alone are taken with `options.content`. `meter` gets how many bytes all checks will
-    read: with `digests`, a manifest's too.
+    With `options.content` alone the sums of `integrity.json` are taken, and tied weights of a Hugging Face model are
+    compared. `meter` gets how many bytes all checks will read: with `digests`, a manifest's too.
     """
     location, files, catalog, trust_pickle = (
         opened.location,
@@ -93,7 +102,7 @@ def check_metadata(opened: Opened, options: VerifyOptions, digests: bool, meter:
         checks.append(check_metadata_json(files))
     if has_integrity:
         checks.append(check_integrity(files, content, meter))
-    return checks + of_format.checks(opened)
+    return checks + of_format.checks(opened, content)
 
 
 def _wrong_with(root: str, trust_pickle: bool, name: str) -> str:
@@ -197,7 +206,7 @@ def _torch_dist_optimizer(opened: Opened) -> list[Check]:
 class _OfFormat(NamedTuple):
     """What is checked of a format besides what is of every checkpoint."""
 
-    checks: Callable[[Opened], list[Check]]
+    checks: Callable[[Opened, bool], list[Check]]  # and with content
     has_pickles: bool = True  # a common state, save plans
     reads_record: bool = True  # on its own: of fsdp_dtensor the packing is checked with it
     masters: Callable[[Catalog, int | None], Wanted | None] = lambda _, __: None  # how to read them
@@ -205,11 +214,12 @@ class _OfFormat(NamedTuple):
 
 _OF_FORMAT: Mapping[CheckpointKind, _OfFormat] = {
     "torch_dist": _OfFormat(
-        _torch_dist, masters=lambda _, workers: Wanted(unknown_keys=True, workers=workers)
+        lambda opened, _: _torch_dist(opened),
+        masters=lambda _, workers: Wanted(unknown_keys=True, workers=workers),
     ),
-    "fsdp_dtensor": _OfFormat(_fsdp_dtensor, reads_record=False),
+    "fsdp_dtensor": _OfFormat(lambda opened, _: _fsdp_dtensor(opened), reads_record=False),
     "dcp": _OfFormat(
-        _state_dict,
+        lambda opened, _: _state_dict(opened),
         masters=lambda catalog, _: (
             Wanted("masters")
             if any(optimizer.masters for optimizer in read_state_dict(catalog).optimizers)
@@ -217,8 +227,11 @@ _OF_FORMAT: Mapping[CheckpointKind, _OfFormat] = {
         ),
     ),
     "safetensors": _OfFormat(
-        lambda opened: check_hf_folder(
-            opened.files, without_frequencies(opened.catalog)[0], documents_of(opened.files.list())
+        lambda opened, content: check_hf_folder(
+            opened.files,
+            without_frequencies(opened.catalog)[0],
+            documents_of(opened.files.list()),
+            partial(prove_equal, opened.files) if content else lambda *_: None,
         ),
         has_pickles=False,
         reads_record=False,
@@ -228,10 +241,11 @@ _OF_FORMAT: Mapping[CheckpointKind, _OfFormat] = {
 
 def masters_check(
     opened: Opened, options: VerifyOptions, workers: int | None
-) -> Callable[[Set[tuple[Item, Item]]], list[Check]]:
+) -> Callable[[Scanned], list[Check]]:
     """Read the model with `workers`, and return what checks that every fp32 master rounds to its stored weight.
 
-    That is given what the scan has found (`Scanned.rounded`), and gives nothing where there cannot be any masters.
+    That is given what the scan has found, and gives nothing where there cannot be any masters. Of flat buckets it
+    adds what is wrong in parameters' states, which only the model tells from gaps.
     """
     files, catalog = opened.files, opened.catalog
     wanted = _OF_FORMAT[opened.location.kind].masters(catalog, workers)
@@ -248,12 +262,13 @@ def masters_check(
         found.error("optimizer", str(error))
         return lambda _: [found.done()]
 
-    def compare(rounded: Set[tuple[Item, Item]]) -> list[Check]:
+    def compare(scanned: Scanned) -> list[Check]:
         threads, recipe = options.threads, model.settings.fp8_recipe
         try:
             report, problems = compare_all_masters(
-                files, model.catalog, targets, threads, options.workers, recipe, rounded
+                files, model.catalog, targets, threads, options.workers, recipe, scanned.rounded
             )
+            states = _bucket_states(model, scanned.in_buckets)
         except NEVER_FINDINGS:
             raise
         except CkptError as error:
@@ -263,6 +278,24 @@ def masters_check(
         for problem in problems:
             element, _, values = problem.partition(": ")
             found.error(element, f"{values}: the master does not round to the weight")
-        return [found.done()]
+        return [found.done(), *([states] if states.errors else [])]
 
     return compare
+
+
+def _bucket_states(model: Model, wrong: Mapping[Item, list[str]]) -> Check:
+    """What is wrong in the items that states of parameters cover: of the others, gaps, nobody reads a value."""
+    found, finder, covered = Findings("values", "states"), ChunkFinder(model.catalog), Counter[Item]()
+    for parameter in model.parameters if wrong else ():
+        for kind, value in parameter.values.items():
+            if not any(bucket_key(source.key) for source in value.sources):
+                continue
+            name = f"{kind} of {parameter.name}"
+            reader = TargetReader(finder, TargetTensor(name, value.dtype, value.shape, value.sources))
+            for at in reader.locate(full_box(value.shape)):
+                chunk = reader.chunk(at)
+                covered[chunk.item] += at.piece.box.volume
+                if covered[chunk.item] == chunk.box.volume:
+                    for problem in wrong.get(chunk.item, ()):
+                        found.error(name, problem)
+    return found.done()

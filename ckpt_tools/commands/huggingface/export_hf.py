@@ -153,7 +153,7 @@ def export_tensors(
         exported = _export(source, options, config, None, present)
     if headers:
         return ExportTensors(source, exported, exported.tensors, (*source.notes, *exported.notes))
-    prove_equal(opened.files, source.catalog, source.bases, exported.equal)
+    prove_equal(opened.files, source.catalog, exported.equal, source.bases)
     shapes = {key: entry.shape for key, entry in source.catalog.tensors.items()}
     tensors = rebase(exported.tensors, source.bases, shapes)
     shifted, notes = shifted_norms(opened.files, source.catalog, tensors, exported.offsets)
@@ -367,12 +367,12 @@ def plan_plain(opened: Opened, options: ExportOptions, hf_config: str) -> Conver
     model = named_model(catalog, expected.shapes)
     entries = {name: catalog.tensors[key] for name, key in model.keys.items()}
     equal, extra = expected.superfluous(sorted(entries.keys() - expected.shapes.keys()))
-    problems = [*_misfits(entries, expected, set(extra))]
+    problems = [*expected.problems, *_misfits(entries, expected, set(extra))]
     problems += [f"{key}: {expected.told_by} knows of no such tensor" for key in model.stray]
     if problems:
         raise _not_that_model(opened, hf_config, expected, model, problems)
     bases = {name: one.value for name, one in entries.items()}
-    prove_equal(opened.files, catalog, bases, equal)
+    prove_equal(opened.files, catalog, equal, bases)
     tensors = [_target(name, entries[name], expected, options.dtype) for name in expected.shapes]
     written, changed = _config(config, bulk_dtype(tensors))
     tied = {other: one for one, other in equal}

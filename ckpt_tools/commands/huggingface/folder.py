@@ -282,9 +282,13 @@ def seen_as(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
 
 
 def prove_equal(
-    files: Files, catalog: Catalog, bases: Mapping[str, Value], pairs: Iterable[tuple[str, str]]
+    files: Files,
+    catalog: Catalog,
+    pairs: Sequence[tuple[str, str]],
+    bases: Mapping[str, Value] | None = None,
 ) -> None:
-    """Compare parameters that must repeat each other, a tile at a time."""
+    """Compare parameters that must repeat each other, a tile at a time; without `bases` these are stored tensors."""
+    bases = bases or {name: catalog.tensors[name].value for pair in pairs for name in pair}
     problems = []
     with closing(BoxReader(files, catalog)) as reader:
         for pair in pairs:

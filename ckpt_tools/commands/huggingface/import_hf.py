@@ -187,8 +187,7 @@ def read_huggingface(opened: Opened, options: ImportOptions) -> tuple[Imported, 
             f"--layer-spec local: Megatron builds the layers of {imported.family.architecture} of Transformer "
             "Engine's modules only, whatever --transformer-impl says; leave the option out"
         )
-    own = {key: one.value for key, one in catalog.tensors.items()}
-    prove_equal(opened.files, catalog, own, imported.equal)
+    prove_equal(opened.files, catalog, imported.equal)
     dropped = (
         *(f"{key}: redundant" for key in imported.dropped),
         *frequencies,

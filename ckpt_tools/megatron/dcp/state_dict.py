@@ -104,6 +104,11 @@ class StateDict:
                 roles |= {key: state_role(kind.rpartition(".")[2]) for kind, key in kinds.items()}
         return roles
 
+    def of_kinds(self, kinds: Set[str]) -> set[str]:
+        """The keys of all states of these kinds."""
+        states = (one for optimizer in self.optimizers for one in optimizer.states.values())
+        return {key for one in states for kind, key in one.items() if kind.rpartition(".")[2] in kinds}
+
     def parameters(self) -> dict[str, str]:
         """The parameter of every weight, and of every state that is named for it, by key."""
         owners = {key: name for name, key in self.weights.items()}

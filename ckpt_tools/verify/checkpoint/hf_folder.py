@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from ckpt_tools.errors import NEVER_FINDINGS, CkptError, MappingError
 from ckpt_tools.formats.safetensors import refuse_pointers
@@ -29,6 +29,9 @@ from ckpt_tools.verify.report import Check, Findings
 
 CONFIG: Final = "config.json"
 _WITH_HEAD: Final = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_OF_LABELS: Final = ("ForSequenceClassification", "ForTokenClassification")  # one row of the head a label
+_OF_OTHER_TASKS: Final = (*_OF_LABELS, "ForQuestionAnswering", "RewardModel")
+Prove: TypeAlias = Callable[[Catalog, Sequence[tuple[str, str]]], None]
 _MLX: Final = "quantization"
 _COUNTS: Final = {
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
@@ -40,8 +43,13 @@ _LARGEST: Final = 1 << 31
 _MAX_BYTES = 256 << 20  # the largest tokenizers have some tens of megabytes
 
 
-def check_hf_folder(files: Files, catalog: Catalog, names: Iterable[str]) -> list[Check]:
-    """Whether there are tensors and a config.json that fit, and the files of `names` are JSON objects."""
+def check_hf_folder(
+    files: Files, catalog: Catalog, names: Iterable[str], prove: Prove = lambda *_: None
+) -> list[Check]:
+    """Whether there are tensors and a config.json that fit, and the files of `names` are JSON objects.
+
+    `prove` reads pairs of tensors that must hold the same bytes.
+    """
     found, config = Findings("model", "settings files"), {}
     if not catalog.tensors:
         found.error(files.location, "its weight files hold no tensor at all")
@@ -65,10 +73,15 @@ def check_hf_folder(files: Files, catalog: Catalog, names: Iterable[str]) -> lis
             found.error(name, "it is an empty object and tells nothing of the model")
         elif name == CONFIG:
             config = value
-    return [found.done(), *([check_hf_names(files, catalog, config)] if config and catalog.tensors else [])]
+    return [
+        found.done(),
+        *([check_hf_names(files, catalog, config, prove)] if config and catalog.tensors else []),
+    ]
 
 
-def check_hf_names(files: Files, catalog: Catalog, config: Mapping[str, Any]) -> Check:
+def check_hf_names(
+    files: Files, catalog: Catalog, config: Mapping[str, Any], prove: Prove = lambda *_: None
+) -> Check:
     """Whether every tensor of the model is there with its shape, and none that its class does not have.
 
     Where no rules say what the class has, a warning says that nothing was compared.
@@ -101,9 +114,15 @@ def check_hf_names(files: Files, catalog: Catalog, config: Mapping[str, Any]) ->
         if not impossible:
             _not_compared(found, str(error))
         return found.done()
-    for line in _contradictions(config if tower is None else tower.config):
+    for line in expected.problems:
         found.error(CONFIG, line)
-    _compare(found, specs, expected)
+    pairs = _compare(found, specs, expected)
+    try:
+        prove(plain.catalog, pairs)
+    except NEVER_FINDINGS:
+        raise
+    except CkptError as error:
+        found.failure(CONFIG, error)
     _compare_types(found, specs, expected, config)
     return found.done()
 
@@ -134,18 +153,6 @@ def _impossible(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} is {short(value)}; a number above 0 is expected"
 
 
-def _contradictions(config: Mapping[str, Any]) -> Iterator[str]:
-    """Fields that cannot be true together."""
-    layers, kinds = config.get("num_hidden_layers"), config.get("layer_types")
-    if isinstance(kinds, list) and type(layers) is int and len(kinds) != layers:
-        yield f"layer_types has {len(kinds)} entries, num_hidden_layers is {layers}"
-    chosen = config.get("num_experts_per_tok")
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        experts = config.get(name)
-        if type(chosen) is int and type(experts) is int and 0 < experts < chosen:
-            yield f"num_experts_per_tok is {chosen}, {name} {experts}"
-
-
 def _expected(config: Mapping[str, Any], specs: Mapping[str, Spec]) -> Expected:
     """The tensors of a language model; of a class with another head, those of the body."""
     if _MLX in config:
@@ -155,16 +162,29 @@ def _expected(config: Mapping[str, Any], specs: Mapping[str, Spec]) -> Expected:
     if not isinstance(named, list) or not named or str(named[0]).endswith(_WITH_HEAD):
         return expected
     shapes = {name: shape for name, shape in expected.shapes.items() if name != expected.head}
+    architecture = str(named[0])
     if specs.keys().isdisjoint(shapes):
-        raise MappingError(f"the rules are of another class than {named[0]}")
+        raise MappingError(f"the rules are of another class than {architecture}")
     inside = {name.partition(".")[0] for name in shapes}
+    heads = [name for name in specs if name.partition(".")[0] not in inside and name != expected.head]
+    problems = [*expected.problems]
+    if architecture.endswith(_OF_LABELS) and "auto_map" not in config:
+        labels = config.get("id2label")
+        count = len(labels) if isinstance(labels, Mapping) else config.get("num_labels", 2)
+        module = "classifier" if "classifier.weight" in specs else "score"
+        shapes[f"{module}.weight"] = (count, expected.hidden_size)
+        if not architecture.endswith(_OF_LABELS[0]):
+            shapes[f"{module}.bias"] = (count,)
+    elif architecture.endswith(_OF_OTHER_TASKS) and not heads:
+        problems.append(f"no tensor of the head that a {architecture} has is stored")
 
     def superfluous(extra: Iterable[str]) -> Superfluous:
         own = [name for name in extra if name.partition(".")[0] not in inside]
         equal, ignored = expected.superfluous(name for name in extra if name not in own)
         return equal, [*ignored, *own]
 
-    return replace(expected, shapes=shapes, superfluous=superfluous)
+    head = next(iter(heads), "") if "For" in architecture else ""
+    return replace(expected, shapes=shapes, superfluous=superfluous, head=head, problems=problems)
 
 
 def _of_towers(config: Mapping[str, Any], specs: Mapping[str, Spec], tower: Tower) -> Expected:
@@ -182,11 +202,14 @@ def _of_towers(config: Mapping[str, Any], specs: Mapping[str, Spec], tower: Towe
         return tuple((tower.name_of(a), tower.name_of(b)) for a, b in equal), [*map(tower.name_of, ignored)]
 
     types = {tower.name_of(name): dtype for name, dtype in inner.types.items()}
-    return Expected(shapes, inner.told_by, superfluous, types)
+    return replace(inner, shapes=shapes, superfluous=superfluous, types=types)
 
 
-def _compare(found: Findings, specs: Mapping[str, Spec], expected: Expected) -> None:
-    """What is missing, of another shape, or of no class; of wrapped names one finding."""
+def _compare(found: Findings, specs: Mapping[str, Spec], expected: Expected) -> list[tuple[str, str]]:
+    """What is missing, of another shape, or of no class; of wrapped names one finding.
+
+    Returns pairs of tensors that must hold the same bytes.
+    """
     shapes = expected.shapes
     found.looked_at = len(shapes)
     missing = [name for name in shapes if name not in specs]
@@ -195,14 +218,14 @@ def _compare(found: Findings, specs: Mapping[str, Spec], expected: Expected) -> 
         refuse_wrapped(extra, missing)
     except MappingError as error:
         found.failure(CONFIG, error)
-        return
+        return []
     equal, ignored = expected.superfluous(extra)
     extra = sorted(set(extra) - set(ignored))
     for name in extra:
         if specs[name].dtype not in CASTABLE and f"{name.rpartition('.')[0]}.weight" in missing:
             why = f"{name} is {specs[name].dtype}: codes of an encoding that config.json does not name"
             _not_compared(found, why)
-            return
+            return []
     wanted = dict(shapes) | {name: shapes[one] for one, name in equal if one in shapes}
     for name in missing:
         found.error(name, f"is missing; config.json asks for {list(shapes[name])}")
@@ -211,6 +234,13 @@ def _compare(found: Findings, specs: Mapping[str, Spec], expected: Expected) -> 
             found.error(name, f"has shape {list(specs[name].shape)}; config.json asks for {list(shape)}")
     for name in extra:
         found.error(name, "is of no module of the model that config.json describes")
+    if expected.prefix and expected.head in specs:
+        found.warning(
+            expected.head,
+            f"the names of the model inside lack {expected.prefix!r}, which a class with this head saves: "
+            "transformers 4 refuses to load the folder, transformers 5 loads it",
+        )
+    return [(one, other) for one, other in equal if one in specs and specs[one].shape == specs[other].shape]
 
 
 def _compare_types(

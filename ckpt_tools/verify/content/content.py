@@ -1,8 +1,8 @@
 """Are the stored bytes the ones that were written, and are they numbers: one pass over every item.
 
 Every record of every archive is summed and compared with the CRC-32 its writer stored, also of the archives that
-are a file of their own (`common.pt`); the same pass counts NaNs and infinities, and compares masters with weights
-that are stored in the same chunks. Memory is one buffer a thread.
+are a file of their own (`common.pt`); the same pass counts NaNs and infinities, sees second moments below zero, and
+compares masters with weights that are stored in the same chunks. Memory is one buffer a thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ckpt_tools.formats.storage.prefetch import Range
 from ckpt_tools.formats.torch_archive.item_reader import Stretch, find_tensor, whole_file
 from ckpt_tools.formats.torch_archive.tensor_template import RECORDS, UsualItem, tensor_frame, usual_item
 from ckpt_tools.formats.torch_archive.zip_archive import payload_offset, read_directory, stored_crc32
-from ckpt_tools.megatron.keys import canonical_kind, state_key
+from ckpt_tools.megatron.keys import SQUARES, bucket_key, canonical_kind, state_key
 from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.dtypes import ITEMSIZE
 from ckpt_tools.model.kernels.casts import Array
@@ -224,10 +224,14 @@ Work: TypeAlias = tuple[Job] | tuple[Job, Job]
 
 
 class Scanned(NamedTuple):
-    """The checks `checksums` (of records) and `values` (of tensors); pairs of items of which each element rounds."""
+    """The checks `checksums` (of records) and `values` (of tensors); pairs of items of which each element rounds.
+
+    `in_buckets`: what is an error in items of flat buckets unless they are gaps between parameters.
+    """
 
     checks: tuple[Check, Check]
     rounded: frozenset[tuple[Item, Item]]
+    in_buckets: Mapping[Item, list[str]]
 
 
 class _Buffers(threading.local):
@@ -248,8 +252,8 @@ def scanning(
     allow_nonfinite: bool = False,
     tick: Tick = lambda _: None,
     pairs: Mapping[Item, Item] | None = None,
-) -> Iterator[Callable[[], Scanned]]:
-    """Give the block a function that returns what was found.
+) -> Iterator[Callable[[Collection[str]], Scanned]]:
+    """Give the block a function that returns what was found, given the keys of means of squares.
 
     Other processes have begun to read when the block does. `tick` gets the bytes read. `pairs` maps items
     of fp32 masters to the items of bf16 weights that are read with them.
@@ -281,7 +285,7 @@ def scanning(
         tick=tick,
         reads=reads if has_stores(files) else None,
     ) as results:
-        yield lambda: _scanned(files, catalog, works, results(), allow_nonfinite)
+        yield lambda squares: _scanned(files, catalog, works, results(), allow_nonfinite, squares)
 
 
 def _beside(jobs: Iterable[Job], pairs: Mapping[Item, Item]) -> Iterator[Work]:
@@ -306,19 +310,37 @@ def _scanned(
     works: Sequence[Work],
     found: Sequence[tuple[Scan, ...]],
     allow_nonfinite: bool,
+    squares: Collection[str],
 ) -> Scanned:
     masters = [(work, scans[0]) for work, scans in zip(works, found, strict=True) if len(work) == 2]
     wrong = {work[0].item for work, scan in masters if not scan.rounds}
     rounded = frozenset((m.item, w.item) for (m, w), _ in masters if m.item not in wrong)
     scans = sorted(zip(chain(*works), chain(*found), strict=True), key=lambda one: one[0].item)
-    return Scanned(_checks(files, catalog, _by_item(scans), allow_nonfinite), rounded)
+    by_item = [*_by_item(scans)]
+    in_buckets = dict[Item, list[str]]()
+    for job, scan in by_item:
+        if bucket := bucket_key(job.key):
+            for message, is_allowed in _wrong(scan.census, job.dtype or "", bucket.kind in SQUARES):
+                if not (is_allowed and allow_nonfinite):
+                    in_buckets.setdefault(job.item, []).append(message)
+    return Scanned(_checks(files, catalog, by_item, allow_nonfinite, squares), rounded, in_buckets)
+
+
+def _wrong(count: Census, dtype: str, is_square: bool) -> Iterator[tuple[str, bool]]:
+    """What values cannot be, and whether `allow_nonfinite` is about it."""
+    if is_square and (lowest := count.lowest(dtype)):
+        yield f"{lowest:.4g} is in it; squares are never negative, and its root is NaN", False
+    if not count.are_finite:
+        yield f"{count.nans} NaN and {count.infinities} infinite of {count.elements} elements", True
 
 
 def _checks(
-    files: Files, catalog: Catalog, scans: Iterable[tuple[Job, Scan]], allow_nonfinite: bool
+    files: Files,
+    catalog: Catalog,
+    scans: Iterable[tuple[Job, Scan]],
+    allow_nonfinite: bool,
+    squares: Collection[str],
 ) -> tuple[Check, Check]:
-    from ckpt_tools.megatron.keys import bucket_key  # not before the other processes have begun
-
     sums, values = Findings("checksums", "records"), Findings("values", "elements")
     census: dict[str, Census] = {key: Census() for key in catalog.tensors}
     without = 0
@@ -335,15 +357,13 @@ def _checks(
         )
     for key, count in census.items():
         values.looked_at += count.elements
-        if not count.nans and not count.infinities:
-            continue
-        message = f"{count.nans} NaN and {count.infinities} infinite of {count.elements} elements"
-        if bucket_key(key):  # gaps between parameters are uninitialised memory in every checkpoint
-            values.warning(key, f"{message}; they may lie in the alignment gaps of the bucket")
-        elif allow_nonfinite:
-            values.warning(key, message)
-        else:
-            values.error(key, message)
+        for message, is_allowed in _wrong(count, catalog.tensors[key].dtype, key in squares):
+            if bucket_key(key):  # gaps between parameters are uninitialised memory in every checkpoint
+                values.warning(key, f"{message}; they may lie in the alignment gaps of the bucket")
+            elif allow_nonfinite and is_allowed:
+                values.warning(key, message)
+            else:
+                values.error(key, message)
     return sums.done(), values.done()
 
 

@@ -55,23 +55,32 @@ _EXPONENTS = 2048  # of a double
 
 @dataclass(slots=True)
 class Census:
-    """Elements seen, and those that are not finite numbers; of a complex type each part counts as one."""
+    """Elements seen, and those that are not finite numbers; of a complex type each part counts as one.
+
+    `largest` is the largest bit pattern of a finite IEEE number: a sign bit, if any number is negative.
+    """
 
     elements: int = 0
     nans: int = 0
     infinities: int = 0
+    largest: int = 0
 
     def add(self, bits: Array, dtype: str) -> None:
         """Count a stretch of elements of `dtype`, given as any array over their bytes."""
         base = _COMPLEX.get(dtype, dtype)
         if base in _IEEE:
             exponent, mantissa = _IEEE[base]
-            flat = bits.reshape(-1).view(f"u{itemsize(base)}")
-            if not _have_finite_bits(flat, exponent):
-                suspects = flat[flat & flat.dtype.type(exponent) == exponent]
+            width = itemsize(base)
+            flat = bits.reshape(-1).view(f"u{width}")
+            # The largest bits of either sign show whether any exponent is all ones: two reads, and no array is made.
+            largest, positive = int(flat.max(initial=0)), int(flat.view(f"i{width}").max(initial=0))
+            if largest >= _sign(base) | exponent or positive >= exponent:
+                is_number = flat & flat.dtype.type(exponent) != exponent
+                suspects, largest = flat[~is_number], int(flat[is_number].max(initial=0))
                 nans = int(np.count_nonzero(suspects & suspects.dtype.type(mantissa)))
                 self.nans += nans
                 self.infinities += len(suspects) - nans
+            self.largest = max(self.largest, largest)
         elif base in _ONE_NAN:
             mask, pattern = _ONE_NAN[base]
             flat = bits.reshape(-1).view("u1")
@@ -85,11 +94,19 @@ class Census:
         """Whether all that were seen are."""
         return not (self.nans or self.infinities)
 
+    def lowest(self, dtype: str) -> float:
+        """The finite number furthest below zero, of IEEE elements that are all of `dtype`; 0 without any."""
+        base = _COMPLEX.get(dtype, dtype)
+        if base not in _IEEE or self.largest <= _sign(base):  # -0 has the sign alone
+            return 0.0
+        return float(decoded(np.array([self.largest], f"u{itemsize(base)}"), base)[0])
+
     def join(self, other: Census) -> None:
         """Add what was counted elsewhere."""
         self.elements += other.elements
         self.nans += other.nans
         self.infinities += other.infinities
+        self.largest = max(self.largest, other.largest)
 
     def add_values(self, values: Array, times: Array | None = None) -> None:
         """Count decoded elements, each once or as often as `times` says."""
@@ -98,16 +115,9 @@ class Census:
         self.infinities += _count(np.isinf(values), values, times)
 
 
-def _have_finite_bits(bits: Array, exponent: int) -> bool:
-    """Whether no IEEE number given as unsigned bits has an exponent of all ones, which are these bits of it.
-
-    The largest bits of either sign tell: two reads, and no array is made.
-    """
-    if not bits.size:
-        return True
-    sign = 1 << 8 * bits.itemsize - 1
-    positive, largest = int(bits.view(f"i{bits.itemsize}").max()), int(bits.max())
-    return positive < exponent and largest < sign | exponent
+def _sign(dtype: str) -> int:
+    """The sign bit of a floating-point type."""
+    return 1 << 8 * itemsize(dtype) - 1
 
 
 def _count(chosen: Array | None, values: Array, times: Array | None) -> int:

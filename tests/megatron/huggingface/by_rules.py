@@ -38,7 +38,7 @@ DEEPSEEK = {
     **{k: v for k, v in BASE.items() if k != "head_dim"}, "model_type": "deepseek_v3", "num_key_value_heads": 4,
     "q_lora_rank": 6, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4,
     "n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "n_shared_experts": 1,
-    "first_k_dense_replace": 1, "num_nextn_predict_layers": 2,
+    "first_k_dense_replace": 1, "num_nextn_predict_layers": 2, "n_group": 1,
 }  # fmt: skip
 
 

@@ -147,6 +147,11 @@ NOT_IMPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("sarvam-105b", {"rope_scaling": {**LATENT_YARN, "mscale": 0, "mscale_all_dim": 0}}, "mscale 0 with mscale_all"),
     ("Solar-Open", {"rope_scaling": {**LATENT_YARN, "factor": None}}, "'yarn' scaling without a factor"),
     ("Moonlight", {"topk_group": 0}, "of 0 groups no expert can be chosen"),
+    ("llama", {"num_key_value_heads": 3}, "num_attention_heads is 4, num_key_value_heads is 3"),
+    ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, num_local_experts is 4"),
+    ("DeepSeek-V3.2", {"topk_group": 3}, "topk_group is 3, n_group is 2"),
+    ("DeepSeek-V3.2", {"n_group": 3}, "n_routed_experts is 4, n_group is 3: groups have the same size"),
+    ("DeepSeek-V3.2", {"num_experts_per_tok": 3}, "per_tok is 3, topk_group is 1: 2 experts are in these"),
     ("DeepSeek-V3.2", {"layer_types": ["full_attention"] * 4}, "expected indexed_attention or"),
     ("DeepSeek-V3.2", {"mlp_layer_types": ["dense"] * 4}, DISAGREE),
     ("GLM-5", {"indexer_rope_interleave": False}, "indexer_rope_interleave is False"),
@@ -236,6 +241,7 @@ NOT_EXPORTED: list[tuple[str, dict[str, Any], bool, str]] = [
     ("llama", {"swiglu": False, "gated_linear_unit": True, "activation_func": "relu"}, False, "is 'gated relu'"),
     ("gpt2", {"group_query_attention": True, "num_query_groups": 1}, True, "num_query_groups is 1"),
     ("gpt2", {"group_query_attention": True, "num_query_groups": 1}, False, "settings ask for [24, 16]"),
+    ("mixtral", {"moe_router_topk": 9}, False, "num_experts_per_tok is 9, num_local_experts is 4"),
     ("deepseek_v3", {"moe_layer_freq": [1]}, True, "does not name 2 layers"),
     ("deepseek_v3", {"moe_layer_freq": [1, 2]}, True, "2 is not 0 or 1"),
     ("DeepSeek-V3.2", {"dsa_indexer_rope_interleaved": None}, False, TOO_OLD),
@@ -565,6 +571,7 @@ def test_terms_of_yarn_of_plain_attention(more, factor):
 def test_groups_of_experts_where_none_are_told(name, groups):
     """They are the class's own; one group is none, and one of eight is a choice."""
     config = {key: value for key, value in SPARSE[name].items() if key not in ("n_group", "topk_group")}
+    config |= dict.fromkeys({"num_experts", "n_routed_experts"} & config.keys(), 32)
     tensors = directory(config)
 
     def read(**changes: Any) -> tuple[Any, Any]:

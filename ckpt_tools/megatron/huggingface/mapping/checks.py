@@ -102,7 +102,40 @@ def not_of_family(family: Family, model: ModelArgs, reference: Mapping[str, Any]
         )
     if model.rotary_interleaved and (model.qk_layernorm or model.multi_latent_attention):
         problems.append("rotary_interleaved together with q/k norms or MLA has no known Hugging Face order")
-    return problems + sparse_attention_problems(model)
+    return problems + sparse_attention_problems(model) + contradictions(family, model, config)
+
+
+_SHARED_BY = (("num_attention_heads", "num_query_groups"), ("linear_num_value_heads", "linear_num_key_heads"))
+
+
+def contradictions(family: Family, model: ModelArgs, config: Mapping[str, Any]) -> list[str]:
+    """Settings that cannot be true together, under their names in config.json."""
+    names = {one.arg: one.also if one.also in config else one.hf for one in reversed(family.fields)}
+
+    def clash(one: str, other: str, why: str = "") -> str:
+        a, b = (f"{names.get(arg, arg)} is {getattr(model, arg)}" for arg in (one, other))
+        return f"{a}, {b}{why}"
+
+    problems, kinds = [], config.get("layer_types")
+    if isinstance(kinds, list) and len(kinds) != model.num_layers:
+        problems.append(f"layer_types has {len(kinds)} entries, {names['num_layers']} is {model.num_layers}")
+    for heads, shared in _SHARED_BY:
+        if getattr(model, heads) % (getattr(model, shared) or 1):
+            problems.append(clash(heads, shared, ": a multiple of it is expected"))
+    experts, chosen = model.num_experts or 0, model.moe_router_topk
+    if 0 < experts < chosen:
+        problems.append(clash("moe_router_topk", "num_experts"))
+    groups, of_groups = model.moe_router_num_groups, model.moe_router_group_topk
+    if experts and groups and of_groups:
+        if of_groups > groups:
+            problems.append(clash("moe_router_group_topk", "moe_router_num_groups"))
+        elif experts % groups:
+            problems.append(clash("num_experts", "moe_router_num_groups", ": groups have the same size"))
+        elif chosen > (most := of_groups * (experts // groups)):
+            problems.append(
+                clash("moe_router_topk", "moe_router_group_topk", f": {most} experts are in these")
+            )
+    return problems
 
 
 def spellings(

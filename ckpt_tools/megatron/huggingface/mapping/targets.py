@@ -40,6 +40,7 @@ from ckpt_tools.megatron.huggingface.mapping.checks import (
     EMBEDDING,
     HEAD,
     Spec,
+    contradictions,
     import_notes,
     kept_types,
     loading_notes,
@@ -69,6 +70,8 @@ class Expected:
 
     `types` are of tensors that have one type whatever the others have. `superfluous` tells of names that are not
     among `shapes` which may be there all the same. `head` is the one that a class of another task does not have.
+    `problems` are settings that contradict each other; `prefix` is the first segment that all names of a model saved
+    without its head lack.
     """
 
     shapes: Mapping[str, Shape]
@@ -76,6 +79,9 @@ class Expected:
     superfluous: Callable[[Iterable[str]], Superfluous]
     types: Mapping[str, str] = field(default_factory=dict)
     head: str = ""
+    problems: Sequence[str] = ()
+    prefix: str = ""
+    hidden_size: int = 0
 
 
 def expected_by_rules(
@@ -105,6 +111,9 @@ def expected_by_rules(
         lambda extra: without_content(family, model, extra, prefix),
         types,
         tensor_of(family, HEAD),
+        contradictions(family, model, config),
+        prefix,
+        model.hidden_size,
     )
 
 
