@@ -21,6 +21,7 @@ from ckpt_tools.commands.job.rewrite import edit
 from ckpt_tools.errors import CkptError, UnsupportedCheckpointError, UsageError, VerificationError
 from ckpt_tools.execute.move.source_reader import SourceReader, frame_reads, has_stores, store_ranges
 from ckpt_tools.execute.output.checks import is_written
+from ckpt_tools.execute.processes.meeting import connect
 from ckpt_tools.execute.proof.payload_sums import Stored, check
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport
 from ckpt_tools.execute.write_job import METADATA
@@ -151,7 +152,10 @@ def copy_checkpoint(
 
 
 def _copy(source: str, output: str, options: CopyOptions, progress: Progress | None) -> Copied:
-    with open_checkpoint(source, options.iteration, options.trust_pickle, with_common=False) as opened:
+    with (
+        connect().ending_together() as ranks,
+        open_checkpoint(source, options.iteration, options.trust_pickle, with_common=False) as opened,
+    ):
         location, files, catalog = opened.location, opened.files, opened.catalog
         with suppress(CkptError):  # a state that cannot be read is copied unchanged
             warn_of_iteration(location, read_common_state(files, catalog, options.trust_pickle))
@@ -192,7 +196,14 @@ def _copy(source: str, output: str, options: CopyOptions, progress: Progress | N
             copies_files=True,
         )
         done = edit(
-            source, output, lambda _: made, options, progress, opened=opened, place=lambda *_: place
+            source,
+            output,
+            lambda _: made,
+            options,
+            progress,
+            opened=opened,
+            place=lambda *_: place,
+            ranks=ranks,
         ).written
         if options.read_back and done is not None:
             _read_back(made, files, place, options.write)

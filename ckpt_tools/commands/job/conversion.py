@@ -192,12 +192,13 @@ def convert(
     options: AnyOptions,
     progress: Progress | None = None,
     dry_run: bool = False,
+    ranks: Ranks | None = None,
 ) -> ConversionReport:
     """Make what `writer` makes of the checkpoint at `source`, and publish it at `output`; called on every rank."""
     source, output = path_text(source), path_text(output)
-    ranks = connect()
-    ranks.agree(_asked(output, options, dry_run))
     with ExitStack() as stack:
+        ranks = stack.enter_context((ranks or connect()).ending_together())
+        ranks.agree(_asked(output, options, dry_run))
         opened = ranks.everywhere(lambda: stack.enter_context(writer.open(source, options)))
         if opened.location.kind == "safetensors" and writer.imported_as is not None:
             words = shlex.join(["import-hf", source, output, "--to", writer.imported_as])
@@ -211,7 +212,10 @@ def convert(
         nbytes = conversion.plan.bytes_to_write
         if options.write.check_source == "all":
             nbytes += sum(conversion.plan.links.values())  # which are read
-        with with_workers(nbytes, options.write, ranks, place.directory) as (ranks, write):
+        with (
+            with_workers(nbytes, options.write, ranks, place.directory) as (all_ranks, write),
+            all_ranks.ending_together() as ranks,
+        ):
             rehearse(conversion.plan, opened.files, _complete(place, conversion), write, ranks)
             conversion, masters = with_proven_masters(opened, conversion, write, ranks)
             conversion = _linked(conversion, opened, options)  # it may be another now
@@ -267,7 +271,7 @@ def _plan(writer: Writer[AnyOptions], opened: Opened, options: AnyOptions, ranks
     """Everything up to the first byte. A proof by content that fails may be a matter of damaged payloads."""
     try:
         with without_gc():
-            return writer.plan(opened, options, ranks.world)
+            return ranks.everywhere(lambda: writer.plan(opened, options, ranks.world))
     except VerificationError:
         if options.write.check_source == "all":
             keys = [*opened.catalog.tensors, *opened.catalog.objects]
