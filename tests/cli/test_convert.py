@@ -58,6 +58,51 @@ def test_an_iteration_gets_a_root_by_which_a_job_finds_it(command, tmp_path, cap
     assert run([verb, *sources, str(tmp_path / "iter_0000007" / ".." / "run" / ITERATION), *words]) == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "load"),
+    [
+        (["convert", LLAMA, "out"], "(--load out)"),
+        (["convert", LLAMA, "out/iter_0000002"], "(--load out --ckpt-step 2)"),
+        (["strip", LLAMA, "out/iter_0000002"], "(--load out --ckpt-step 2)"),
+        (
+            ["strip", LLAMA, "out/release"],
+            "(--load out once release is written into out/latest_checkpointed_iter",
+        ),
+        (["convert", LLAMA, "later"], "(--load later --ckpt-step 2)"),
+        (["export-hf", LLAMA, "out", "--iteration", "all"], "out/iter_0000002: "),
+    ],
+)
+def test_megatron_finds_the_output_as_the_report_says(words, load, tmp_path, monkeypatch, capsys):
+    """By the tracker of the root or by `--ckpt-step`, which need no tracker."""
+    monkeypatch.chdir(tmp_path)
+    Path("later/iter_0000009").mkdir(parents=True)
+    Path("later/latest_checkpointed_iteration.txt").write_text("9")
+    assert run([str(word) for word in words]) == 0
+    assert load in capsys.readouterr().out.splitlines()[0]
+
+
+@pytest.mark.parametrize("verb", ["convert", "strip", "copy"])
+def test_a_dry_run_foretells_what_becomes_of_what_is_there(verb, tmp_path, capsys):
+    later, taken = tmp_path / "iter_0000009", tmp_path / "iter_0000002"
+    for folder in (later, taken):
+        folder.mkdir()
+        (folder / ".metadata").write_bytes(b"x")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("9")
+    said, lines = [], []
+    for more in (["--dry-run", "--json"], ["--dry-run"], ["--json"]):
+        assert run([verb, str(LLAMA), str(tmp_path), "--overwrite", *more]) == 0
+        out = capsys.readouterr().out
+        if "--json" in more:
+            found = json.loads(out)
+            found = found["copied"][0] if verb == "copy" else found
+            said.append([found["replaced"], found["tracker"]])
+        else:
+            lines = out.splitlines()
+    assert said[0] == said[1]
+    assert "stays at 9; for a job to load 2" in said[0][1]
+    assert {"  replaces  " + said[0][0], "  tracker   " + said[0][1]} <= set(lines)
+
+
 def test_no_iteration_is_put_into_a_checkpoint(tmp_path, capsys):
     assert convert(LLAMA / ITERATION, tmp_path / ITERATION) == 0
     (tmp_path / ITERATION).rename(tmp_path / "mine")

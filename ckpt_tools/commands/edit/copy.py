@@ -68,6 +68,8 @@ class Copied:
     links: Mapping[str, int]  # files that both share -> length in bytes
     left_out: tuple[str, ...]  # names of files in inner folders, and of what is not a file
     written: WriteReport | None  # None: a dry run
+    replaced: str | None  # as of `WriteReport`; foretold by a dry run
+    tracker: str | None  # likewise
 
     def as_json(self) -> dict[str, Any]:
         """In JSON's types."""
@@ -83,8 +85,8 @@ class Copied:
             "read_back": self.read_back,
             "linked_files": dict(self.links),
             "left_out": list(self.left_out),
-            "replaced": None if self.written is None else self.written.replaced,
-            "tracker": None if self.written is None else self.written.tracker,
+            "replaced": self.replaced,
+            "tracker": self.tracker,
         }
 
 
@@ -204,20 +206,23 @@ def _copy(source: str, output: str, options: CopyOptions, progress: Progress | N
             opened=opened,
             place=lambda *_: place,
             ranks=ranks,
-        ).written
-        if options.read_back and done is not None:
+        )
+        written = done.written
+        if options.read_back and written is not None:
             _read_back(made, files, place, options.write)
     return Copied(
         location.path,
         str(place.directory),
         len(sizes),
         sum(sizes.values()),
-        (0 if done is None else done.payloads_proven) + proven_whole,
+        (0 if written is None else written.payloads_proven) + proven_whole,
         sum(run.crc32 is None for file in runs.values() for run in file.runs),
         options.read_back,
         plan.links,
         left_out,
-        done,
+        written,
+        done.replaced,
+        done.tracker,
     )
 
 
