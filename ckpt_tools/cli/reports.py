@@ -267,12 +267,12 @@ def print_edited(
     if written is None:
         size = human_bytes(done.plan["bytes_to_write"])
         verdict = f"would write {done.output}: {holds}, {size} (--dry-run: nothing was written)"
-        print_lines(verdict, [*lines, *changed_before(done)], [], details, verbose)
-        return
-    verb = "compared, it was complete already:" if written.was_there else "wrote"
-    shown = [*lines, row("checked", _checked(written)), *changed_before(done)]
-    verdict = f"{verb} {_place(done, written)}: {holds}, {_size_and_time(written)}"
-    print_lines(verdict, shown, [row("note", note) for note in done.notes], details, verbose)
+    else:
+        verb = "compared, it was complete already:" if written.was_there else "wrote"
+        verdict = f"{verb} {_place(done, written)}: {holds}, {_size_and_time(written)}"
+        lines.append(row("checked", _checked(written)))
+    notes = [row("note", note) for note in done.notes]
+    print_lines(verdict, [*lines, *changed_before(done)], notes, details, verbose)
 
 
 def _place(of: ConversionReport, w: WriteReport) -> str:

@@ -122,7 +122,7 @@ def test_nvidias_spelling_of_command_and_options(tmp_path):
 def test_the_report_says_what_happened(tmp_path, capsys):
     assert convert(LLAMA, tmp_path / "out", "--report", tmp_path / "report.json") == 0
     text = capsys.readouterr().out
-    assert "masters round to the stored weights (sample)" in text
+    assert "masters round to the stored weights (all)" in text
     assert len(text.splitlines()) <= 8
     assert run(["convert", str(LLAMA), str(tmp_path / "again"), "--verbose", "--verify"]) == 0
     text = capsys.readouterr().out

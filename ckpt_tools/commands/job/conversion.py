@@ -30,6 +30,7 @@ from ckpt_tools.execute.write_job import Foretold
 from ckpt_tools.formats.locate.detect import Location
 from ckpt_tools.formats.storage.files import AnyPath, Files, LocalFiles, path_text
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
+from ckpt_tools.megatron.keys import is_optimizer_key, is_version_2
 from ckpt_tools.megatron.run_state.common_state import RUN_CONFIG, TRAIN_STATE
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog
@@ -388,7 +389,7 @@ def _report(
         kept=target.kept,
         renamed=target.renamed,
         backfilled=target.backfilled,
-        notes=target.notes,
+        notes=(*target.notes, *_without_optimizer(conversion)),
         warnings=contradictions,
         job=None if conversion.job is None else conversion.job.as_json(),
         written=None if isinstance(written, Foretold) else written,
@@ -397,6 +398,23 @@ def _report(
         plan=plan_summary(conversion.plan) | links_summary(conversion.plan),
         edits=conversion.edits or Edits(),
     )
+
+
+def _without_optimizer(conversion: Conversion) -> Iterator[str]:
+    """How Megatron-LM starts from weights alone: what `preflight` says by its rules and its launch command."""
+    target = conversion.target
+    keys = [one.key for items in (target.tensors, target.inline, target.objects) for one in items]
+    if conversion.loader == "bridge" or not keys or any(map(is_optimizer_key, keys)):
+        return
+    if conversion.to == "torch_dist":
+        yield "no optimizer is in it: jobs start from it with --finetune"
+    elif conversion.to == "fsdp_dtensor" and is_version_2(keys):
+        yield "no optimizer is in it: jobs of Megatron-FSDP v2 start from it with --no-load-optim"
+    elif conversion.to == "fsdp_dtensor":
+        yield (
+            "no optimizer is in it: core-0.18 and later need a fresh one (--fresh-optimizer), core-0.16 and "
+            "core-0.17 start from it with --finetune"
+        )
 
 
 def _not_carried(location: Location, conversion: Conversion) -> Iterator[str]:
