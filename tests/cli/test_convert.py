@@ -419,7 +419,7 @@ def replacement_was_stopped(folder: Path) -> None:
         (tracker_is_a_folder, "", 2, "where the tracker file goes"),
         (tracker_is_a_folder, "--resume", 2, "where the tracker file goes"),
         (work_was_stopped, "", 2, "holds a conversion that was stopped"),
-        (work_was_stopped, "--resume", 2, "was begun with another plan"),
+        (work_was_stopped, "--resume", 2, "was started with another plan"),
         (nothing, "--max-memory 1kiB", 2, "not enough for 2 threads"),
         (nothing, "--vocab-size-padded 200", 5, "are not zeros"),
         (nothing, "--no-swiglu", 5, "--no-swiglu was given"),

@@ -77,7 +77,7 @@ class ConversionReport:
     renamed: tuple[str, ...]
     backfilled: tuple[str, ...]
     notes: tuple[str, ...]
-    warnings: tuple[str, ...] = ()  # settings and counters of the source that contradict it, carried over
+    warnings: tuple[str, ...] = ()  # settings and counters of the source that contradict it, copied unchanged
     job: Mapping[str, Any] | None = None  # the one that loads the output (`TargetJob.as_json`)
     written: WriteReport | None = None  # None: a dry run
     replaced: str | None = None  # as of `WriteReport`; foretold by a dry run

@@ -673,7 +673,7 @@ class LocalOutput:
             self.folder().remove(LOCK)
             status = self.parent().status(self.partial.name)
             if status is not None and os.path.samestat(os.fstat(self.folder().fd), status):
-                with suppress(OSError):  # another converter may have begun here already
+                with suppress(OSError):  # another converter may have started here
                     os.rmdir(self.partial.name, dir_fd=self.parent().fd)
         self.close()
         self._unmake_parents()

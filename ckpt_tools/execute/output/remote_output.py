@@ -435,7 +435,7 @@ class RemoteOutput:
             return False  # stopped while the old files were being deleted
         if header.get("digest") != self._job.plan.digest:
             raise UsageError(
-                f"{self._store.location} was begun with another plan (other options, source or version). Repeat "
+                f"{self._store.location} was started with another plan (other options, source or version). Repeat "
                 "the command with the same options, or start again with --overwrite."
             )
         check_unchanged(header["source"], self._state, self._job.files.location)

@@ -251,7 +251,7 @@ def scanning(
 ) -> Iterator[Callable[[], Scanned]]:
     """Give the block a function that returns what was found.
 
-    Other processes have begun to read when the block does. `tick` gets the bytes read. `pairs` maps items
+    Other processes read already when the block starts. `tick` gets the bytes read. `pairs` maps items
     of fp32 masters to the items of bf16 weights that are read with them.
     """
     buffers = _Buffers()
@@ -317,7 +317,7 @@ def _scanned(
 def _checks(
     files: Files, catalog: Catalog, scans: Iterable[tuple[Job, Scan]], allow_nonfinite: bool
 ) -> tuple[Check, Check]:
-    from ckpt_tools.megatron.keys import bucket_key  # not before the other processes have begun
+    from ckpt_tools.megatron.keys import bucket_key  # not before the other processes have started
 
     sums, values = Findings("checksums", "records"), Findings("values", "elements")
     census: dict[str, Census] = {key: Census() for key in catalog.tensors}
