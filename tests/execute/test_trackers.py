@@ -10,6 +10,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ckpt_tools.execute import run
+from ckpt_tools.execute.output import local_output
 from ckpt_tools.execute.run import Output, rehearse, write_checkpoint
 from ckpt_tools.formats.locate.detect import BRIDGE_TRACKER, TRACKER
 from tests.execute.conftest import Case, make_case
@@ -81,5 +82,11 @@ def test_of_two_that_publish_at_once_the_second_sees_the_tracker_of_the_first(ca
     monkeypatch.setattr(run, "tracker_change", decide)
     write_checkpoint(case.plan(1), case.files, Output(tmp_path / "iter_0000002", {TRACKER: b"2"}))
     assert asked == ["2"] and (tmp_path / TRACKER).read_text() == "2"
-    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    monkeypatch.undo()
+    monkeypatch.setattr(local_output, "_LOCK_TRIES", 1)
+    fcntl.flock(
+        fd, fcntl.LOCK_EX | fcntl.LOCK_NB
+    )  # as `flock ROOT checkpoint-inspector ...` does: nobody waits
+    write_checkpoint(case.plan(1), case.files, Output(tmp_path / "iter_0000004", {TRACKER: b"4"}))
+    assert (tmp_path / TRACKER).read_text() == "4"
     os.close(fd)
