@@ -100,6 +100,22 @@ class Terminated(CkptError):  # noqa: N818
 NEVER_FINDINGS = (StorageError, Interrupted, Terminated)
 
 
+def as_ckpt_error(error: BaseException) -> BaseException:
+    """What Python raises for want of memory, threads or disk as the error of this module; any other unchanged."""
+    if isinstance(error, OSError):
+        return StorageError(str(error))
+    if isinstance(error, UnicodeEncodeError):
+        return UsageError(f"{error.object!r} is not Unicode text, so nothing can have this name.")
+    if isinstance(error, MemoryError):
+        return StorageError("there is not enough memory for this. Nothing was published.")
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return StorageError(
+            "the system starts no more threads. Ask for fewer (--threads 1 --workers 1), or see `ulimit -u` and the "
+            "control group's pids.max. Nothing was published."
+        )
+    return error
+
+
 def list_problems(problems: Iterable[str]) -> str:
     """One indented line per problem; of very many three of each kind, and how many more there are.
 

@@ -22,7 +22,7 @@ from ckpt_tools.cli.commands import Group, removed_option
 from ckpt_tools.cli.manual import closing
 from ckpt_tools.cli.render import be_quiet, complain, escape_lines, say
 from ckpt_tools.credentials import hidden
-from ckpt_tools.errors import CkptError, Interrupted, StorageError, UsageError
+from ckpt_tools.errors import CkptError, Interrupted, UsageError, as_ckpt_error
 from ckpt_tools.redaction import redacted
 
 _GARBAGE = 50_000  # new objects until a collection; Python's 700 are met hundreds of times while modules are imported
@@ -199,17 +199,7 @@ def _explain(error: BaseException) -> int:
     """Print an error the way its kind asks for and return its exit code."""
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         error = Interrupted("interrupted; nothing was published.")
-    elif isinstance(error, OSError):
-        error = StorageError(str(error))
-    elif isinstance(error, UnicodeEncodeError):
-        error = UsageError(f"{error.object!r} is not Unicode text, so nothing can have this name.")
-    elif isinstance(error, MemoryError):
-        error = StorageError("there is not enough memory for this. Nothing was published.")
-    elif isinstance(error, RuntimeError) and "can't start new thread" in str(error):
-        error = StorageError(
-            "the system starts no more threads. Ask for fewer (--threads 1 --workers 1), or see `ulimit -u` and the "
-            "control group's pids.max. Nothing was published."
-        )
+    error = as_ckpt_error(error)
     if isinstance(error, CkptError):
         complain(f"error: {error}")
         return error.exit_code

@@ -13,12 +13,14 @@ from ckpt_tools.human import counted, human_bytes
 from ckpt_tools.model.choices import assert_never
 
 if TYPE_CHECKING:
+    from ckpt_tools.commands.edit.copy import Copied
     from ckpt_tools.commands.job.report import ConversionReport, Masters
     from ckpt_tools.execute.run import WriteReport
     from ckpt_tools.model.target import Target
 
 _SHOWN = 8  # entries of one kind with -v
 _MOST = 8  # lines without -v
+_IN_ROOTS = ("torch_dist", "fsdp_dtensor")  # formats of iterations in a run's root
 _NEVER = ": not part of "
 _FORMATS = {"dcp": "a plain state dict"}
 _NAMED = 3  # keys of one reason
@@ -37,8 +39,7 @@ def print_report(report: ConversionReport, verbose: bool = False) -> None:
     if report.written:
         rows.append(("checked", _checked(report.written)))
     notes = list(report.notes)
-    has_root = report.output_format in ("torch_dist", "fsdp_dtensor")
-    if report.written and has_root and not _is_numbered(report.written):
+    if report.written and report.output_format in _IN_ROOTS and not _is_numbered(report.written):
         notes.insert(
             0,
             "no job finds this folder by --load: move it to RUN/iter_NNNNNNN, and write the iteration into "
@@ -75,7 +76,7 @@ def _verdict(report: ConversionReport) -> str:
     if written is None:
         return f"would convert {report.source} -> {report.output}: {_planned_size(report)}"
     done = "compared, it was complete already:" if written.was_there else "converted"
-    return f"{done} {report.source} -> {_place(written)}: {_size_and_time(written)}"
+    return f"{done} {report.source} -> {_place(report, written)}: {_size_and_time(written)}"
 
 
 def shared(links: Mapping[str, Any]) -> list[str]:
@@ -108,19 +109,17 @@ def _lost(report: ConversionReport) -> list[str]:
     written = report.written
     dropped, _ = _apart(report.dropped)
     lines = [row("dropped", entry) for entry in _by_reason(dropped)]
-    if written is None:
-        return lines
-    if written.rounded_tensors:
+    if written is not None and written.rounded_tensors:
         elements = f"{written.rounded_elements:,} elements of {written.rounded_tensors:,} tensors"
         lines.append(
             row("rounded", f"{elements} by the cast to their new type, most in {written.rounded_most}")
         )
-    return [*lines, *_changed_before(written)]
+    return [*lines, *changed_before(report)]
 
 
-def _changed_before(written: WriteReport) -> list[str]:
-    """What became of a checkpoint and a tracker that were there before."""
-    rows = (("replaced", written.replaced), ("tracker", written.tracker))
+def changed_before(of: ConversionReport | Copied) -> list[str]:
+    """What becomes of a checkpoint and a tracker that were there before."""
+    rows = (("replaced" if of.written else "replaces", of.replaced), ("tracker", of.tracker))
     return [row(title, text) for title, text in rows if text]
 
 
@@ -268,17 +267,27 @@ def print_edited(
     if written is None:
         size = human_bytes(done.plan["bytes_to_write"])
         verdict = f"would write {done.output}: {holds}, {size} (--dry-run: nothing was written)"
-        print_lines(verdict, lines, [], details, verbose)
-        return
-    verb = "compared, it was complete already:" if written.was_there else "wrote"
-    shown = [*lines, row("checked", _checked(written)), *_changed_before(written)]
-    verdict = f"{verb} {_place(written)}: {holds}, {_size_and_time(written)}"
-    print_lines(verdict, shown, [row("note", note) for note in done.notes], details, verbose)
+    else:
+        verb = "compared, it was complete already:" if written.was_there else "wrote"
+        verdict = f"{verb} {_place(done, written)}: {holds}, {_size_and_time(written)}"
+        lines.append(row("checked", _checked(written)))
+    notes = [row("note", note) for note in done.notes]
+    print_lines(verdict, [*lines, *changed_before(done)], notes, details, verbose)
 
 
-def _place(w: WriteReport) -> str:
-    """Where the checkpoint is, and how a job loads it."""
-    return f"{w.directory} (--load {w.directory.rpartition('/')[0]})" if _is_numbered(w) else w.directory
+def _place(of: ConversionReport, w: WriteReport) -> str:
+    """Where the checkpoint is, and how a job loads it: without --ckpt-step what the tracker of the root names."""
+    root, _, name = w.directory.rpartition("/")
+    if of.output_format not in _IN_ROOTS or not _is_numbered(w):
+        return w.directory
+    step = name.removeprefix("iter_").lstrip("0")
+    if w.is_tracked:
+        how = ""
+    elif step.isdecimal():
+        how = f" --ckpt-step {step}"
+    else:  # a release, or iteration 0, which Megatron takes for no number
+        how = f" once {name if name == 'release' else 0} is written into {root}/latest_checkpointed_iteration.txt"
+    return f"{w.directory} (--load {root}{how})"
 
 
 def _is_numbered(w: WriteReport) -> bool:

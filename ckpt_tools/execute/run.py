@@ -31,7 +31,7 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
 from itertools import chain
 from typing import Any, Final, TypedDict
@@ -41,11 +41,12 @@ from ckpt_tools.execute.move.source_reader import SourceReader, forget
 from ckpt_tools.execute.output.checks import has_blobs, is_written
 from ckpt_tools.execute.output.journal import check_unchanged, check_unchanged_since_open, fingerprint
 from ckpt_tools.execute.output.local_output import LocalOutput
-from ckpt_tools.execute.output.trackers import tracker_change
+from ckpt_tools.execute.output.trackers import is_tracked, tracker_change
 from ckpt_tools.execute.processes.ranks import Ranks, StopSignals
 from ckpt_tools.execute.proof.payload_sums import SourceProof
 from ckpt_tools.execute.proof.prove_source import ProofReport, prove_rest
 from ckpt_tools.execute.write_job import (
+    Foretold,
     Found,
     JobOutput,
     Output,
@@ -91,8 +92,9 @@ def write_checkpoint(
         run = _Run(job, _output_of(job))
         ranks.agree({"plan": plan.digest})
         shares, proven = run.steps()
+    ranks.watch = lambda: None
     done = _report(job, shares, proven, kept, time.monotonic() - started)
-    return replace(done, replaced=run.output.replaced, tracker=run.tracker)
+    return replace(done, replaced=run.output.replaced, tracker=run.tracker, is_tracked=run.is_tracked)
 
 
 def rehearse(
@@ -101,8 +103,8 @@ def rehearse(
     output: Output,
     options: WriteOptions | None = None,
     ranks: Ranks | None = None,
-) -> None:
-    """Return if `write_checkpoint` would begin; called on every rank.
+) -> Foretold:
+    """What `write_checkpoint` will find, if it would begin; called on every rank.
 
     Raises the errors that it would: an output that cannot be taken, too little disk or memory, source files that are
     absent or too short.
@@ -110,14 +112,20 @@ def rehearse(
     ranks = ranks or Ranks()
     job = WriteJob(plan, files, output, options or WriteOptions(), ranks, lambda done, total: None)
 
-    def look() -> None:
+    def look() -> Foretold:
         assert job.thread_memory.tile  # or nobody begins
-        if ranks.rank == 0:
-            _output_of(job).look()
-            _check_extents(plan, files)
+        if ranks.rank:
+            return Foretold()
+        there = _output_of(job)
+        is_done = there.look()
+        _check_extents(plan, files)
+        latest = None if is_done else output.beside.get(TRACKER)
+        return Foretold(
+            there.replaced, None if latest is None else tracker_change(output.directory, latest.decode())[1]
+        )
 
     ranks.agree({"plan": plan.digest})
-    ranks.together(look)
+    return Foretold(*ranks.together(look)[0])
 
 
 def _check_extents(plan: Plan, files: Files) -> None:
@@ -172,6 +180,7 @@ class _Run:
         self._job, self.output = job, output
         self._leads = job.ranks.rank == 0
         self.tracker: str | None = None  # rank 0: what became of it
+        self.is_tracked = False
         self._source_state: SourceState = []
         self._proof = self._new_proof()
 
@@ -308,11 +317,13 @@ class _Run:
         trackers = dict(job.output.beside)
         if found == "finished":  # they were written then, and may have been changed since
             trackers = {name: content for name, content in trackers.items() if not output.has_beside(name)}
-        if TRACKER in trackers:
-            stays, self.tracker = tracker_change(job.output.directory, trackers[TRACKER].decode())
-            trackers = {} if stays else trackers
-        for name, content in trackers.items():
-            output.write_beside(name, content)
+        with output.trackers_locked() if trackers else nullcontext():
+            if TRACKER in trackers:
+                stays, self.tracker = tracker_change(job.output.directory, trackers[TRACKER].decode())
+                trackers = {} if stays else trackers
+            for name, content in trackers.items():
+                output.write_beside(name, content)
+        self.is_tracked = is_tracked(job.output.directory)
         output.finish()
 
 

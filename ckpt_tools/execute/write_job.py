@@ -5,6 +5,7 @@ and what one thread of one worker may hold in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
@@ -145,6 +146,7 @@ class WriteReport:
     replaced: str | None = None  # what stood at the output before: kind, files and bytes
     output_verified: bool = False  # read back and compared before it was published
     tracker: str | None = None  # what became of the root's, where it named another iteration
+    is_tracked: bool = False  # the root's names what was written: a job finds it by `--load` alone
     directory: str = ""  # that holds the checkpoint's files
 
     @property
@@ -165,6 +167,13 @@ class WriteReport:
             "replaced": self.replaced,
             "tracker": self.tracker,
         }
+
+
+class Foretold(NamedTuple):
+    """What `WriteReport` will say of what is there before."""
+
+    replaced: str | None = None
+    tracker: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +215,11 @@ class JobOutput(Protocol):
     def replaced(self) -> str | None:
         """Rank 0: what is replaced, in words."""
 
-    def look(self) -> None:
-        """Rank 0: raise what would be raised before the first byte is written; nothing is made."""
+    def look(self) -> bool:
+        """Rank 0: raise what would be raised before the first byte is written; nothing is made.
+
+        True if perhaps all is done already, see `take`.
+        """
 
     def take(self, state: SourceState) -> Found:
         """Rank 0: make the output this run's, for a source in this state, and all ready to be written into.
@@ -245,6 +257,9 @@ class JobOutput(Protocol):
         self, metadata: bytes | None, versions: Mapping[str, str | None], parts: Mapping[str, Sequence[Part]]
     ) -> None:
         """Rank 0: prove what all ranks have written (see `Done`); small files; `.metadata` last."""
+
+    def trackers_locked(self) -> AbstractContextManager[None]:
+        """Rank 0: no other conversion into the same root changes its trackers meanwhile, where locks are known."""
 
     def has_beside(self, name: str) -> bool:
         """Rank 0: whether the output's parent has such a file."""

@@ -53,6 +53,11 @@ MODEL_PREFIX = "model.module"
 STATE_PREFIX = "optimizer.state.module.module.module"
 STATE_PREFIX_FP32 = "optimizer.state.module.module"  # no Float16Module around the model
 GROUP_META = "optimizer.param_to_group_meta."
+FSDP_PREFIXES = (
+    "model.",
+    "optimizer.state.",
+    GROUP_META,
+)  # of the three kinds of names, before their wrappers
 DECODER_LAYERS = "decoder.layers."
 EXPERTS = ".experts.experts."  # running models have one `experts` less, or `local_experts.<i>`
 HALVES = ("_w", "_v")  # gate and up of an fc1
@@ -288,6 +293,13 @@ class RngKey(NamedTuple):
     pp: int
     tp: int
     rest: str
+
+
+def is_version_2(keys: Iterable[str]) -> bool:
+    """Whether weights, and optimizer states where there are some, have the names that Megatron-FSDP v2 asks for."""
+    own = [key for key in keys if key.startswith(FSDP_PREFIXES)]
+    of_version_1 = (f"{MODEL_PREFIX}.", f"{STATE_PREFIX}.")
+    return bool(own) and not any(key.startswith(of_version_1) for key in own)
 
 
 def model_name(key: str) -> str | None:

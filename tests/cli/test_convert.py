@@ -58,6 +58,51 @@ def test_an_iteration_gets_a_root_by_which_a_job_finds_it(command, tmp_path, cap
     assert run([verb, *sources, str(tmp_path / "iter_0000007" / ".." / "run" / ITERATION), *words]) == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "load"),
+    [
+        (["convert", LLAMA, "out"], "(--load out)"),
+        (["convert", LLAMA, "out/iter_0000002"], "(--load out --ckpt-step 2)"),
+        (["strip", LLAMA, "out/iter_0000002"], "(--load out --ckpt-step 2)"),
+        (
+            ["strip", LLAMA, "out/release"],
+            "(--load out once release is written into out/latest_checkpointed_iter",
+        ),
+        (["convert", LLAMA, "later"], "(--load later --ckpt-step 2)"),
+        (["export-hf", LLAMA, "out", "--iteration", "all"], "out/iter_0000002: "),
+    ],
+)
+def test_megatron_finds_the_output_as_the_report_says(words, load, tmp_path, monkeypatch, capsys):
+    """By the tracker of the root or by `--ckpt-step`, which need no tracker."""
+    monkeypatch.chdir(tmp_path)
+    Path("later/iter_0000009").mkdir(parents=True)
+    Path("later/latest_checkpointed_iteration.txt").write_text("9")
+    assert run([str(word) for word in words]) == 0
+    assert load in capsys.readouterr().out.splitlines()[0]
+
+
+@pytest.mark.parametrize("verb", ["convert", "strip", "copy"])
+def test_a_dry_run_foretells_what_becomes_of_what_is_there(verb, tmp_path, capsys):
+    later, taken = tmp_path / "iter_0000009", tmp_path / "iter_0000002"
+    for folder in (later, taken):
+        folder.mkdir()
+        (folder / ".metadata").write_bytes(b"x")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("9")
+    said, lines = [], []
+    for more in (["--dry-run", "--json"], ["--dry-run"], ["--json"]):
+        assert run([verb, str(LLAMA), str(tmp_path), "--overwrite", *more]) == 0
+        out = capsys.readouterr().out
+        if "--json" in more:
+            found = json.loads(out)
+            found = found["copied"][0] if verb == "copy" else found
+            said.append([found["replaced"], found["tracker"]])
+        else:
+            lines = out.splitlines()
+    assert said[0] == said[1]
+    assert "stays at 9; for a job to load 2" in said[0][1]
+    assert {"  replaces  " + said[0][0], "  tracker   " + said[0][1]} <= set(lines)
+
+
 def test_no_iteration_is_put_into_a_checkpoint(tmp_path, capsys):
     assert convert(LLAMA / ITERATION, tmp_path / ITERATION) == 0
     (tmp_path / ITERATION).rename(tmp_path / "mine")
@@ -77,7 +122,7 @@ def test_nvidias_spelling_of_command_and_options(tmp_path):
 def test_the_report_says_what_happened(tmp_path, capsys):
     assert convert(LLAMA, tmp_path / "out", "--report", tmp_path / "report.json") == 0
     text = capsys.readouterr().out
-    assert "masters round to the stored weights (sample)" in text
+    assert "masters round to the stored weights (all)" in text
     assert len(text.splitlines()) <= 8
     assert run(["convert", str(LLAMA), str(tmp_path / "again"), "--verbose", "--verify"]) == 0
     text = capsys.readouterr().out
@@ -374,7 +419,7 @@ def replacement_was_stopped(folder: Path) -> None:
         (tracker_is_a_folder, "", 2, "where the tracker file goes"),
         (tracker_is_a_folder, "--resume", 2, "where the tracker file goes"),
         (work_was_stopped, "", 2, "holds a conversion that was stopped"),
-        (work_was_stopped, "--resume", 2, "was begun with another plan"),
+        (work_was_stopped, "--resume", 2, "was started with another plan"),
         (nothing, "--max-memory 1kiB", 2, "not enough for 2 threads"),
         (nothing, "--vocab-size-padded 200", 5, "are not zeros"),
         (nothing, "--no-swiglu", 5, "--no-swiglu was given"),

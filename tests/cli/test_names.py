@@ -40,6 +40,32 @@ def test_a_source_without_a_name_is_refused(command, made, capsys):
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        ["convert", RUN, ""],
+        ["average", FSDP, FSDP, ""],
+        ["merge-adapter", RUN, RUN, ""],
+        *(
+            [*words, "--iteration", "all"]
+            for words in (
+                ["convert", RUN, ""],
+                ["convert", RUN, "file://"],
+                ["export-hf", RUN, ""],
+                ["copy", RUN, ""],
+                ["strip", RUN, ""],
+                ["slice", RUN, "", "--layers", "0:1"],
+                ["modify-state-dict", RUN, "", "--op", "remove rng.*"],
+            )
+        ),
+    ],
+)
+def test_an_output_without_a_name_is_refused(words, made, capsys):
+    """Before anything is looked for in it: its iterations would be those of `/`."""
+    assert run([*words, "--dry-run"]) == 2
+    assert capsys.readouterr().err.startswith("error: the output's name is empty")
+
+
+@pytest.mark.parametrize(
     ("words", "named"),
     [
         (["export-hf", RUN, "out", "--vocab-size", "-1"], "--vocab-size -1"),

@@ -100,7 +100,7 @@ def test_a_pipe_gets_no_line_folded(tmp_path, capsys):
     "line",
     [
         "error: /a/path/with/some/names/in/it is not empty; try `diff A B` instead",
-        "  masters    32,928 elements of 17 masters round to the stored weights (sample)",
+        "  masters    32,928 elements of 17 masters round to the stored weights (all)",
         "decoder.layers.self_attention.linear_qkv.layer_norm_weight: bfloat16 [2, 32]",
         "",
         "short",

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import DATA, REPO
+from tests.conftest import DATA, REPO, fixture_dir
+from tests.damage import copy_of, drop_key, metadata_of, payload_of, replace_chunk
 from tests.ports import free_port
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable"
@@ -95,12 +96,41 @@ def test_a_source_that_one_rank_does_not_see_is_named_by_all(tmp_path):
     assert f"rank 1: {tmp_path / 'absent'}" in first[1]
 
 
-def two_ranks(*words: list[Any]) -> list[tuple[int, str]]:
-    """How `convert` ends on two ranks, each with its own words: its exit code and errors."""
+def test_what_ranks_find_wrong_while_they_plan_is_named_by_all(tmp_path):
+    """They fail at different places, each on its way to the first step of all."""
+    whole, broken = copy_of(LLAMA.name, tmp_path), copy_of(LLAMA.name, tmp_path / "broken")
+    with metadata_of(broken) as metadata:
+        drop_key(metadata, "decoder.final_layernorm.weight")
+    first, second = two_ranks([whole, whole / "OUT", "-q"], [broken, whole / "OUT", "-q"])
+    assert first == second and first[0] == 2
+    assert f"rank 0: the output {whole}/OUT and the source {whole} overlap" in first[1]
+    assert "\nrank 1: " in first[1] and "final_layernorm.weight" in first[1]
+
+
+def test_a_proof_that_fails_on_one_rank_while_it_plans_is_that_of_all(tmp_path):
+    whole = copy_of("core019_llama_tp2_dp_reshardable", tmp_path)
+    damaged = copy_of(whole.name, tmp_path / "damaged")
+    key, offset = "decoder.final_layernorm.weight", (0,)
+    replace_chunk(damaged, key, offset, "bfloat16", bytes(len(payload_of(damaged, key, offset)[2])))
+    first, second = two_ranks([whole, tmp_path / "OUT", "-q"], [damaged, tmp_path / "OUT", "-q"])
+    assert first == second and first[0] == 6
+    assert "rank 1: the optimizer state cannot be assigned to the weights" in first[1]
+
+
+@pytest.mark.parametrize(("verb", "more"), [("average", [LLAMA]), ("copy", []), ("repair", [])])
+def test_what_a_verb_refuses_before_it_plans_is_named_by_all(tmp_path, verb, more):
+    source, absent = fixture_dir("core019_gpt3_tp2_native_fsdp_dtensor"), tmp_path / "absent"
+    first, second = two_ranks([source, *more, tmp_path / "OUT"], [absent, *more, tmp_path / "OUT"], verb=verb)
+    assert first == second
+    assert f"rank 1: {absent}" in first[1]
+
+
+def two_ranks(*words: list[Any], verb: str = "convert") -> list[tuple[int, str]]:
+    """How a command ends on two ranks, each with its own words: its exit code and errors."""
     port = free_port()
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "ckpt_tools", "convert", *map(str, words[rank])],
+            [sys.executable, "-m", "ckpt_tools", verb, *map(str, words[rank])],
             cwd=REPO,
             env={
                 **os.environ,

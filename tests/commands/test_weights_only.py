@@ -366,6 +366,35 @@ def test_preflight_says_what_starts_where(capsys):
     assert not preflight(str(RUN)).starts
 
 
+@pytest.mark.parametrize(
+    ("source", "words", "says"),
+    [
+        (RUN, ["strip"], "jobs start from it with --finetune"),
+        (
+            NATIVE_RUN,
+            ["strip"],
+            "core-0.18 and later need a fresh one (--fresh-optimizer), core-0.16 and core-0.17",
+        ),
+        (NATIVE_RUN, ["strip", "--fresh-optimizer"], None),
+        (RUN, ["convert", "--weights-only"], "core-0.18 and later need a fresh one (--fresh-optimizer)"),
+        (RUN, ["convert", "--weights-only", "--target", "bridge"], None),  # which the job's settings decide
+        (RUN, ["convert", "--to", "dcp", "--weights-only"], None),
+        (RUN, ["convert"], None),
+    ],
+)
+def test_the_report_says_what_weights_alone_need(source, words, says, tmp_path, capsys):
+    verb, *more = words
+    assert run([verb, str(source), str(tmp_path), *more, "-v", "--dry-run"]) == 0
+    done = capsys.readouterr().out
+    assert run([verb, str(source), str(tmp_path), *more, "-v"]) == 0
+    for text in (done, capsys.readouterr().out):
+        assert (
+            f"  note      no optimizer is in it: {says}" in text
+            if says
+            else "no optimizer is in it" not in text
+        )
+
+
 def test_an_import_starts(tmp_path, capsys):
     model("llama", tmp_path / "hf")
     words = ["import-hf", str(tmp_path / "hf"), str(tmp_path / "run"), "--to", "fsdp_dtensor", "-q"]

@@ -23,6 +23,7 @@ from ckpt_tools.execute.proof.masters import (
     Seen,
     check_masters,
     compare_masters,
+    describe_masters,
     in_step,
     rounding_mismatch,
     sample_boxes,
@@ -517,3 +518,9 @@ def test_shards_of_a_real_job_are_those_of_their_own_masters_alone():
                 shard = survey(values, weights, "bfloat16")
                 is_near = not too_far(values, weights, "bfloat16", shard).any()
                 assert (shard.equal == shard.elements or (shard.is_fp8 and is_near)) == (i == j)
+
+
+@pytest.mark.parametrize(("compared", "how"), [(10, "sample"), (20, "all")])
+def test_a_sample_of_every_element_is_all_of_them(compared, how):
+    said = describe_masters(MastersReport(1, compared, 20), "sample")
+    assert said == f"{compared} elements of 1 masters round to the stored weights ({how})"

@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager, suppress
 
 import pytest
 
-from ckpt_tools.errors import StorageError, UsageError
+from ckpt_tools.errors import MappingError, StorageError, UsageError
 from ckpt_tools.execute.processes import lines, meeting
 from ckpt_tools.execute.processes.lines import Line
 from ckpt_tools.execute.processes.meeting import _first_host, _ports, connect, shares_its_node
@@ -283,6 +283,44 @@ def test_ranks_at_different_steps_are_a_defect(ends):
     with ThreadPoolExecutor() as pool:
         one, two = pool.submit(first.together, lambda: 1), pool.submit(second.everywhere, lambda: {1})
     assert "lost step" in str(one.exception()) and "lost step" in str(two.exception())
+
+
+@pytest.mark.parametrize(
+    ("errors", "kind", "says"),
+    [
+        ([None, MappingError("b")], MappingError, "rank 1: b"),
+        ([UsageError("a"), MappingError("b")], UsageError, "rank 0: a\nrank 1: b"),
+        ([UsageError("a"), UsageError("a")], UsageError, "a"),
+        ([None, OSError(5, "gone")], StorageError, "rank 1: [Errno 5] gone"),
+        ([ZeroDivisionError("c"), None], RuntimeError, "in a worker:\nrank 0: Traceback"),
+    ],
+)
+def test_an_error_between_steps_is_that_of_all(ends, errors, kind, says):
+    here, there = ends
+
+    def block(ranks: Ranks, error: BaseException | None) -> None:
+        with ranks.ending_together(), ranks.ending_together():
+            ranks.together(lambda: 1)
+            if error is not None:
+                raise error
+            ranks.together(lambda: 2)
+
+    first, second = Ranks(0, 2, None, {there: range(1, 2)}, (0, 1)), Ranks(1, 2, here, None, (0, 1))
+    with ThreadPoolExecutor() as pool:
+        ended = [pool.submit(block, ranks, own) for ranks, own in zip((first, second), errors, strict=True)]
+    for end, own in zip(ended, errors, strict=True):
+        error = end.exception()
+        if isinstance(own, ZeroDivisionError):
+            assert error is own
+        else:
+            assert type(error) is kind and str(error).startswith(says)
+
+
+def test_an_error_that_nobody_is_left_to_hear_is_raised(ends):
+    here, there = ends
+    there.close()
+    with pytest.raises(MappingError, match=r"^b$"), Ranks(1, 2, here, None, (0, 1)).ending_together():
+        raise MappingError("b")
 
 
 def test_a_message_waits_for_who_reads_late_and_not_for_who_is_silent(ends):

@@ -1,5 +1,7 @@
 """A run's tracker goes forward only: an iteration that is added does not send a job back to an older one."""
 
+import fcntl
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,7 +9,9 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from ckpt_tools.execute.run import Output, write_checkpoint
+from ckpt_tools.execute import run
+from ckpt_tools.execute.output import local_output
+from ckpt_tools.execute.run import Output, rehearse, write_checkpoint
 from ckpt_tools.formats.locate.detect import BRIDGE_TRACKER, TRACKER
 from tests.execute.conftest import Case, make_case
 
@@ -55,8 +59,34 @@ def test_a_tracker_goes_forward_only(old, there, new, left, says, root, case):
     folder = "release" if new == "release" else f"iter_{int(new):07d}"
     place = f"{root}/{folder}" if "://" in root else Path(root, folder)
     beside = {TRACKER: new.encode(), BRIDGE_TRACKER: b"new"}
+    foretold = rehearse(case.plan(1), case.files, Output(place, beside))
     done = write_checkpoint(case.plan(1), case.files, Output(place, beside))
     assert fs.cat(f"{root}/{TRACKER}").decode() == left
     assert fs.exists(f"{root}/{BRIDGE_TRACKER}") == (left == new)
     assert (done.tracker or "").startswith(f"{TRACKER} {says}" if says else "")
     assert (done.tracker is None) == (says is None)
+    assert foretold.tracker == done.tracker
+    assert done.is_tracked == (left == new)
+
+
+def test_of_two_that_publish_at_once_the_second_sees_the_tracker_of_the_first(case, tmp_path, monkeypatch):
+    """What is read is still true when the new tracker is written."""
+    asked, fd = [], os.open(tmp_path, os.O_RDONLY)
+
+    def decide(output: Path, latest: str) -> tuple[bool, str | None]:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        asked.append(latest)
+        return False, None
+
+    monkeypatch.setattr(run, "tracker_change", decide)
+    write_checkpoint(case.plan(1), case.files, Output(tmp_path / "iter_0000002", {TRACKER: b"2"}))
+    assert asked == ["2"] and (tmp_path / TRACKER).read_text() == "2"
+    monkeypatch.undo()
+    monkeypatch.setattr(local_output, "_LOCK_TRIES", 1)
+    fcntl.flock(
+        fd, fcntl.LOCK_EX | fcntl.LOCK_NB
+    )  # as `flock ROOT checkpoint-inspector ...` does: nobody waits
+    write_checkpoint(case.plan(1), case.files, Output(tmp_path / "iter_0000004", {TRACKER: b"4"}))
+    assert (tmp_path / TRACKER).read_text() == "4"
+    os.close(fd)

@@ -152,7 +152,7 @@ def test_resume_refuses_another_plan_and_a_changed_source(case, store, breaking,
     breaking(4, PermissionError("Access Denied"))
     with pytest.raises(StorageError):
         _write(case)
-    with pytest.raises(UsageError, match="begun with another plan"):
+    with pytest.raises(UsageError, match="started with another plan"):
         write_checkpoint(case.plan(2), case.files, replace(OUT, resume=True))
     copy = make_case(tmp_path / "copy")
     with pytest.raises(CorruptCheckpointError, match="changed while the conversion ran"):

@@ -138,7 +138,7 @@ def test_a_marker_that_is_none_is_named(case, memory):
     with pytest.raises(UsageError, match="was not written by this version"):
         _convert(case, resume=True)
     memory.pipe_file(f"{FOLDER}/{MARKER}", b'{"other": 1}')
-    with pytest.raises(UsageError, match="begun with another plan"):
+    with pytest.raises(UsageError, match="started with another plan"):
         _convert(case, resume=True)
 
 

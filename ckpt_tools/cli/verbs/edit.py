@@ -11,7 +11,15 @@ import typer
 from ckpt_tools.cli import options as v
 from ckpt_tools.cli import render
 from ckpt_tools.cli.options import flag, option
-from ckpt_tools.cli.reports import masters_text, print_edited, print_lines, row, shared, time_and_shared
+from ckpt_tools.cli.reports import (
+    changed_before,
+    masters_text,
+    print_edited,
+    print_lines,
+    row,
+    shared,
+    time_and_shared,
+)
 from ckpt_tools.cli.table import (
     FRESH,
     FRESH_OPTIMIZER,
@@ -357,10 +365,7 @@ def _print_copied(copied: Copied, verbose: bool) -> None:
             lines.append(f"{copied.proven:,} payloads have the checksum that their writer stored{without}")
         if copied.read_back:
             lines.append("what was copied was read back and is equal")
-        if written.replaced:
-            lines.append(f"replaced {written.replaced}")
-        if written.tracker:
-            lines.append(written.tracker)
+    lines += changed_before(copied)
     if copied.left_out:
         listed = ", ".join(copied.left_out[:5])
         more = f", and {len(copied.left_out) - 5:,} more" if len(copied.left_out) > 5 else ""

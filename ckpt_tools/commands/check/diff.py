@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, TypeAlias, TypeVar
 
 from ckpt_tools.close_names import unmatched
-from ckpt_tools.commands.convert.version_2 import is_version_2, respelled
+from ckpt_tools.commands.convert.version_2 import respelled
 from ckpt_tools.commands.huggingface.export_hf import export_tensors
 from ckpt_tools.commands.huggingface.export_source import (
     ExportOptions,
@@ -44,7 +44,7 @@ from ckpt_tools.megatron.huggingface.mapping.rules import Family
 from ckpt_tools.megatron.huggingface.mapping.targets import import_targets
 from ckpt_tools.megatron.huggingface.quantization.quantized import Dequantized, dequantized
 from ckpt_tools.megatron.huggingface.vision.towers import QUANTIZED
-from ckpt_tools.megatron.keys import COMMON_OBJECT, KEPT, MODEL_PREFIX, role_of
+from ckpt_tools.megatron.keys import COMMON_OBJECT, KEPT, MODEL_PREFIX, is_version_2, role_of
 from ckpt_tools.megatron.names import DIALECTS
 from ckpt_tools.megatron.run_state.record import read_record, stored_tp
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states

@@ -12,7 +12,6 @@ from typing import Any
 from ckpt_tools.close_names import close_names
 from ckpt_tools.commands.check.launch import Launch, launch, unsaid
 from ckpt_tools.commands.check.verify_checks import fsdp_entries_and_keys
-from ckpt_tools.commands.convert.version_2 import is_version_2
 from ckpt_tools.commands.job.opened import Opened, open_checkpoint
 from ckpt_tools.commands.job.outputs import place_parts
 from ckpt_tools.errors import CorruptCheckpointError, UsageError
@@ -21,7 +20,7 @@ from ckpt_tools.formats.storage.files import AnyPath, path_text
 from ckpt_tools.formats.torch_archive.item_reader import load_object
 from ckpt_tools.formats.untrusted_documents import DocumentError, read_named_file
 from ckpt_tools.megatron.format import FORMATS
-from ckpt_tools.megatron.keys import fsdp_state, is_optimizer_key
+from ckpt_tools.megatron.keys import fsdp_state, is_optimizer_key, is_version_2
 from ckpt_tools.megatron.run_state.record import read_record, stored_tp
 from ckpt_tools.verify.checkpoint.structure import check_files
 from ckpt_tools.verify.readiness import job as jobs

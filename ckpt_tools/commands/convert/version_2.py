@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from ckpt_tools.errors import MappingError, UsageError
-from ckpt_tools.megatron.keys import GROUP_META, MODEL_PREFIX, STATE_PREFIX, STEP, fsdp_state, split_half
+from ckpt_tools.megatron.keys import FSDP_PREFIXES, STEP, fsdp_state, is_version_2, split_half
 from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.model.target import InlineTensor, Target, TargetObject, TargetTensor
 
@@ -26,7 +26,6 @@ Rename: TypeAlias = Callable[[str], str]
 Path: TypeAlias = tuple[str | int, ...]
 Item = TypeVar("Item", TargetTensor, InlineTensor, TargetObject)
 _WRAPPER = "module."
-_PREFIXES = ("model.", "optimizer.state.", GROUP_META)  # of the three kinds of names, before their wrappers
 _NOTE = "named for Megatron-FSDP v2 (--megatron-fsdp-version 2 of Megatron-LM main)"
 
 
@@ -51,7 +50,7 @@ def for_version_1(prepared: Prepared) -> Prepared:
 
 def respelled(key: str) -> str:
     """The key under which v2 asks for what v1 has under `key`."""
-    for prefix in _PREFIXES:
+    for prefix in FSDP_PREFIXES:
         if key.startswith(prefix + _WRAPPER):
             return prefix + key[len(prefix + _WRAPPER) :]
     return key
@@ -59,17 +58,10 @@ def respelled(key: str) -> str:
 
 def wrapped(key: str) -> str:
     """The key under which v1 asks for what v2 has under `key`."""
-    for prefix in _PREFIXES:
+    for prefix in FSDP_PREFIXES:
         if key.startswith(prefix):
             return prefix + _WRAPPER + key[len(prefix) :]
     return key
-
-
-def is_version_2(keys: Iterable[str]) -> bool:
-    """Whether weights, and optimizer states where there are some, have the names that v2 asks for."""
-    own = [key for key in keys if key.startswith(_PREFIXES)]
-    of_version_1 = (f"{MODEL_PREFIX}.", f"{STATE_PREFIX}.")
-    return bool(own) and not any(key.startswith(of_version_1) for key in own)
 
 
 def renamed(prepared: Prepared, rename: Rename) -> Prepared:

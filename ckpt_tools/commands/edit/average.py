@@ -37,6 +37,7 @@ from ckpt_tools.errors import (
     VerificationError,
     raise_if,
 )
+from ckpt_tools.execute.processes.meeting import connect
 from ckpt_tools.execute.proof.masters import check_masters
 from ckpt_tools.execute.proof.prove_source import prove_payloads
 from ckpt_tools.execute.run import WriteOptions
@@ -101,6 +102,7 @@ def average_checkpoints(
     options = options or AverageOptions()
     weights = mean_weights(len(paths), options.weights, options.ema)
     with ExitStack() as stack:
+        ranks = stack.enter_context(connect().ending_together())
         opened = [
             stack.enter_context(open_checkpoint(source, options.iteration, options.trust_pickle))
             for source in paths
@@ -124,7 +126,7 @@ def average_checkpoints(
         for note in notes:
             made = with_note(made, note)
         joined = replace(last, files=files)
-        done = edit(paths[-1], output, lambda _: made, options, progress, opened=joined)
+        done = edit(paths[-1], output, lambda _: made, options, progress, opened=joined, ranks=ranks)
     return Averaged(
         report=replace(done, masters=masters),
         sources=tuple(paths),

@@ -21,6 +21,7 @@ from ckpt_tools.commands.job.rewrite import edit
 from ckpt_tools.errors import CkptError, UnsupportedCheckpointError, UsageError, VerificationError
 from ckpt_tools.execute.move.source_reader import SourceReader, frame_reads, has_stores, store_ranges
 from ckpt_tools.execute.output.checks import is_written
+from ckpt_tools.execute.processes.meeting import connect
 from ckpt_tools.execute.proof.payload_sums import Stored, check
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport
 from ckpt_tools.execute.write_job import METADATA
@@ -67,6 +68,8 @@ class Copied:
     links: Mapping[str, int]  # files that both share -> length in bytes
     left_out: tuple[str, ...]  # names of files in inner folders, and of what is not a file
     written: WriteReport | None  # None: a dry run
+    replaced: str | None  # as of `WriteReport`; foretold by a dry run
+    tracker: str | None  # likewise
 
     def as_json(self) -> dict[str, Any]:
         """In JSON's types."""
@@ -82,8 +85,8 @@ class Copied:
             "read_back": self.read_back,
             "linked_files": dict(self.links),
             "left_out": list(self.left_out),
-            "replaced": None if self.written is None else self.written.replaced,
-            "tracker": None if self.written is None else self.written.tracker,
+            "replaced": self.replaced,
+            "tracker": self.tracker,
         }
 
 
@@ -151,7 +154,10 @@ def copy_checkpoint(
 
 
 def _copy(source: str, output: str, options: CopyOptions, progress: Progress | None) -> Copied:
-    with open_checkpoint(source, options.iteration, options.trust_pickle, with_common=False) as opened:
+    with (
+        connect().ending_together() as ranks,
+        open_checkpoint(source, options.iteration, options.trust_pickle, with_common=False) as opened,
+    ):
         location, files, catalog = opened.location, opened.files, opened.catalog
         with suppress(CkptError):  # a state that cannot be read is copied unchanged
             warn_of_iteration(location, read_common_state(files, catalog, options.trust_pickle))
@@ -192,21 +198,31 @@ def _copy(source: str, output: str, options: CopyOptions, progress: Progress | N
             copies_files=True,
         )
         done = edit(
-            source, output, lambda _: made, options, progress, opened=opened, place=lambda *_: place
-        ).written
-        if options.read_back and done is not None:
+            source,
+            output,
+            lambda _: made,
+            options,
+            progress,
+            opened=opened,
+            place=lambda *_: place,
+            ranks=ranks,
+        )
+        written = done.written
+        if options.read_back and written is not None:
             _read_back(made, files, place, options.write)
     return Copied(
         location.path,
         str(place.directory),
         len(sizes),
         sum(sizes.values()),
-        (0 if done is None else done.payloads_proven) + proven_whole,
+        (0 if written is None else written.payloads_proven) + proven_whole,
         sum(run.crc32 is None for file in runs.values() for run in file.runs),
         options.read_back,
         plan.links,
         left_out,
-        done,
+        written,
+        done.replaced,
+        done.tracker,
     )
 
 

@@ -22,6 +22,7 @@ from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.report import ConversionReport, Edits
 from ckpt_tools.commands.job.rewrite import edit, rewrite
 from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, raise_if
+from ckpt_tools.execute.processes.meeting import connect
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
 from ckpt_tools.megatron.format import FORMATS
 from ckpt_tools.megatron.fsdp_dtensor.read import ISSUE, LocalNumbers, local_numbers, ranges
@@ -70,7 +71,7 @@ def repair_checkpoint(
         Otherwise the errors of opening, reading, planning and writing.
     """
     options = options or EditOptions()
-    with open_source(source, options) as opened:
+    with connect().ending_together() as ranks, open_source(source, options) as opened:
         location, catalog, files = opened.location, opened.catalog, opened.files
         if location.kind != "fsdp_dtensor":
             raise UnsupportedCheckpointError(
@@ -89,7 +90,9 @@ def repair_checkpoint(
         _name_groups(catalog, made, is_same)
         _number_layers(catalog, opened.common, made)
         if made.changes:
-            done = edit(source, output, lambda opened: _plan(opened, made), options, progress, opened=opened)
+            done = edit(
+                source, output, lambda _: _plan(opened, made), options, progress, opened=opened, ranks=ranks
+            )
     return Repaired(source, output, tuple(made.changes), location.left_out, done)
 
 

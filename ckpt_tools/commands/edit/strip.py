@@ -13,7 +13,6 @@ from typing import Any
 
 from ckpt_tools.commands.convert.fresh_optimizer import plan_fresh, started_at
 from ckpt_tools.commands.convert.to_dtensors import masters_beside_weights
-from ckpt_tools.commands.convert.version_2 import is_version_2
 from ckpt_tools.commands.job.conversion import (
     Conversion,
     EditOptions,
@@ -34,7 +33,7 @@ from ckpt_tools.formats.torch_archive.item_reader import read_archive
 from ckpt_tools.formats.torch_archive.object_writer import dump_archive
 from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
-from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, parameter_of
+from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, is_version_2, parameter_of
 from ckpt_tools.megatron.run_state.common_state import COMMON_FILE
 from ckpt_tools.megatron.torch_dist.write import OPTIMIZER_METADATA
 from ckpt_tools.model.choices import CheckLevel

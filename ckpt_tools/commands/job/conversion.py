@@ -26,9 +26,11 @@ from ckpt_tools.execute.processes.team import with_workers
 from ckpt_tools.execute.proof.masters import compare_shared, refuse_masters
 from ckpt_tools.execute.proof.prove_source import prove_payloads
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, rehearse, write_checkpoint
+from ckpt_tools.execute.write_job import Foretold
 from ckpt_tools.formats.locate.detect import Location
 from ckpt_tools.formats.storage.files import AnyPath, Files, LocalFiles, path_text
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
+from ckpt_tools.megatron.keys import is_optimizer_key, is_version_2
 from ckpt_tools.megatron.run_state.common_state import RUN_CONFIG, TRAIN_STATE
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog
@@ -192,12 +194,13 @@ def convert(
     options: AnyOptions,
     progress: Progress | None = None,
     dry_run: bool = False,
+    ranks: Ranks | None = None,
 ) -> ConversionReport:
     """Make what `writer` makes of the checkpoint at `source`, and publish it at `output`; called on every rank."""
     source, output = path_text(source), path_text(output)
-    ranks = connect()
-    ranks.agree(_asked(output, options, dry_run))
     with ExitStack() as stack:
+        ranks = stack.enter_context((ranks or connect()).ending_together())
+        ranks.agree(_asked(output, options, dry_run))
         opened = ranks.everywhere(lambda: stack.enter_context(writer.open(source, options)))
         if opened.location.kind == "safetensors" and writer.imported_as is not None:
             words = shlex.join(["import-hf", source, output, "--to", writer.imported_as])
@@ -211,8 +214,11 @@ def convert(
         nbytes = conversion.plan.bytes_to_write
         if options.write.check_source == "all":
             nbytes += sum(conversion.plan.links.values())  # which are read
-        with with_workers(nbytes, options.write, ranks, place.directory) as (ranks, write):
-            rehearse(conversion.plan, opened.files, _complete(place, conversion), write, ranks)
+        with (
+            with_workers(nbytes, options.write, ranks, place.directory) as (all_ranks, write),
+            all_ranks.ending_together() as ranks,
+        ):
+            foretold = rehearse(conversion.plan, opened.files, _complete(place, conversion), write, ranks)
             conversion, masters = with_proven_masters(opened, conversion, write, ranks)
             conversion = _linked(conversion, opened, options)  # it may be another now
             written = None
@@ -228,7 +234,7 @@ def convert(
                     progress=progress,
                     kept=kept_exactly(written_too, conversion.catalog),
                 )
-    return _report(source, output, opened.location, conversion, masters, written, contradictions)
+    return _report(source, output, opened.location, conversion, masters, written or foretold, contradictions)
 
 
 def _asked(output: str, options: RunOptions, dry_run: bool) -> dict[str, str]:
@@ -267,7 +273,7 @@ def _plan(writer: Writer[AnyOptions], opened: Opened, options: AnyOptions, ranks
     """Everything up to the first byte. A proof by content that fails may be a matter of damaged payloads."""
     try:
         with without_gc():
-            return writer.plan(opened, options, ranks.world)
+            return ranks.everywhere(lambda: writer.plan(opened, options, ranks.world))
     except VerificationError:
         if options.write.check_source == "all":
             keys = [*opened.catalog.tensors, *opened.catalog.objects]
@@ -361,7 +367,7 @@ def _report(
     location: Location,
     conversion: Conversion,
     masters: Masters,
-    written: WriteReport | None,
+    written: WriteReport | Foretold,
     contradictions: tuple[str, ...],
 ) -> ConversionReport:
     target = conversion.target
@@ -383,13 +389,32 @@ def _report(
         kept=target.kept,
         renamed=target.renamed,
         backfilled=target.backfilled,
-        notes=target.notes,
+        notes=(*target.notes, *_without_optimizer(conversion)),
         warnings=contradictions,
         job=None if conversion.job is None else conversion.job.as_json(),
-        written=written,
+        written=None if isinstance(written, Foretold) else written,
+        replaced=written.replaced,
+        tracker=written.tracker,
         plan=plan_summary(conversion.plan) | links_summary(conversion.plan),
         edits=conversion.edits or Edits(),
     )
+
+
+def _without_optimizer(conversion: Conversion) -> Iterator[str]:
+    """How Megatron-LM starts from weights alone: what `preflight` says by its rules and its launch command."""
+    target = conversion.target
+    keys = [one.key for items in (target.tensors, target.inline, target.objects) for one in items]
+    if conversion.loader == "bridge" or not keys or any(map(is_optimizer_key, keys)):
+        return
+    if conversion.to == "torch_dist":
+        yield "no optimizer is in it: jobs start from it with --finetune"
+    elif conversion.to == "fsdp_dtensor" and is_version_2(keys):
+        yield "no optimizer is in it: jobs of Megatron-FSDP v2 start from it with --no-load-optim"
+    elif conversion.to == "fsdp_dtensor":
+        yield (
+            "no optimizer is in it: core-0.18 and later need a fresh one (--fresh-optimizer), core-0.16 and "
+            "core-0.17 start from it with --finetune"
+        )
 
 
 def _not_carried(location: Location, conversion: Conversion) -> Iterator[str]:

@@ -70,7 +70,7 @@ def convert_iterations(
     The source's latest comes last; the output's tracker, which goes forward only, names none that is beyond it. With
     several processes the first failure ends the run: they could not agree on going on.
     """
-    numbers, latest = all_iterations(source)
+    numbers, latest = connect().everywhere(lambda: all_iterations(source))
     if is_iteration(output):
         raise UsageError(f"--iteration all: {output} is named as one iteration; give the root of a run")
     present = (
@@ -87,10 +87,11 @@ def convert_iterations(
         except (Interrupted, Terminated):
             raise
         except CkptError as error:
-            if is_being_written(source, number):
+            ranks = connect()
+            if ranks.together(lambda: is_being_written(source, number))[0]:  # noqa: B023  called at once
                 outcomes.append(Outcome(number, is_unfinished=True))
                 continue
-            if connect().world > 1:
+            if ranks.world > 1:
                 raise
             outcomes.append(Outcome(number, error=error))
     return outcomes

@@ -64,8 +64,10 @@ def is_iteration(output: str) -> bool:
 
 
 def output_directory(output: str) -> Path | str:
-    """A path, or the URL of a folder in an object store."""
+    """A path, or the URL of a folder in an object store. Raises UsageError if the name is empty."""
     path = hidden(output).removeprefix("file://")
+    if not path:
+        raise UsageError("the output's name is empty; is a variable not set?")
     if "://" in path:
         return path
     folder = Path(path)
@@ -78,11 +80,8 @@ def is_root(source: str, location: Location) -> bool:
 
 
 def refuse_overlap(source: str, location: Location, output: str) -> None:
-    """Raise UsageError if the output has no name (a shell's variable that is not set), or shares folders with the
-    source.
-    """
-    if not hidden(output).removeprefix("file://"):
-        raise UsageError("the output's name is empty; is a variable not set?")
+    """Raise UsageError if the output has no name, or shares folders with the source."""
+    output_directory(output)
     scheme, separator, folder = output.partition("://")
     if separator and not folder.strip("/") and scheme != "file":
         raise UsageError(f"{output} does not name a folder; choose another output.")

@@ -23,7 +23,7 @@ the stored weights are written; or the source has none.
 
 _NOTHING = {
     "bytes_written": 0, "bytes_cloned": 0, "seconds": 0.0, "check_source": "none", "payloads_proven": 0,
-    "payloads_without_checksum": 0, "bytes_proven": 0, "replaced": None, "tracker": None,
+    "payloads_without_checksum": 0, "bytes_proven": 0,
 }  # fmt: skip
 """`WriteReport.in_short` of a dry run."""
 
@@ -77,9 +77,11 @@ class ConversionReport:
     renamed: tuple[str, ...]
     backfilled: tuple[str, ...]
     notes: tuple[str, ...]
-    warnings: tuple[str, ...] = ()  # settings and counters of the source that contradict it, carried over
+    warnings: tuple[str, ...] = ()  # settings and counters of the source that contradict it, copied unchanged
     job: Mapping[str, Any] | None = None  # the one that loads the output (`TargetJob.as_json`)
     written: WriteReport | None = None  # None: a dry run
+    replaced: str | None = None  # as of `WriteReport`; foretold by a dry run
+    tracker: str | None = None  # likewise
     plan: Mapping[str, Any] = field(default_factory=dict)
     edits: Edits = field(default_factory=Edits)
 
@@ -104,4 +106,6 @@ class ConversionReport:
             "object_count": self.objects,
             "left_out": self.dropped,
             **(_NOTHING if self.written is None else self.written.in_short()),
+            "replaced": self.replaced,
+            "tracker": self.tracker,
         }

@@ -18,6 +18,7 @@ from ckpt_tools.commands.job.conversion import (
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.placements import stored_chunks
 from ckpt_tools.commands.job.report import ConversionReport, Edits, MastersUse
+from ckpt_tools.execute.processes.ranks import Ranks
 from ckpt_tools.execute.run import Output
 from ckpt_tools.formats.locate.detect import COMPANIONS, Location
 from ckpt_tools.formats.storage.files import AnyPath
@@ -37,6 +38,7 @@ def edit(
     *,
     opened: Opened | None = None,
     place: Callable[[str, Location, str, EditOptions], Output] = like_to_like,
+    ranks: Ranks | None = None,
 ) -> ConversionReport:
     """Carry out what `plan` makes of the checkpoint at `source`, or of `opened`, which its caller closes."""
 
@@ -44,7 +46,7 @@ def edit(
         return open_source(source, options) if opened is None else nullcontext(opened)
 
     writer = Writer(opening, place, lambda opened, _options, _world: plan(opened))
-    return convert(source, output, writer, options, progress, options.dry_run)
+    return convert(source, output, writer, options, progress, options.dry_run, ranks)
 
 
 def rewrite(

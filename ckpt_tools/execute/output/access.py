@@ -29,7 +29,7 @@ _LOOKED_AT = 10_000  # files of a model directory; a checkpoint's have the same 
 
 
 class Access(NamedTuple):
-    """Permissions that an output takes over. `group` None: whatever the system gives."""
+    """Permissions that an output copies from its source. `group` None: whatever the system gives."""
 
     directory: int = 0o777
     file: int = 0o666

@@ -131,7 +131,7 @@ class Journal:
             digest, before = _parse_header(folder.read(_HEADER, _HEADER_BYTES), self._folder)
         if digest != plan.digest:
             raise UsageError(
-                f"{self._folder.parent} was begun with another plan (other options, source or version). Repeat "
+                f"{self._folder.parent} was started with another plan (other options, source or version). Repeat "
                 "the command with the same options, or start again with --overwrite."
             )
         names = [[row[0] for row in rows] for rows in (before, source)]

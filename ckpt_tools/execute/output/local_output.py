@@ -26,8 +26,9 @@ import fcntl
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 
@@ -58,6 +59,7 @@ from ckpt_tools.plan.build import Hole, hole_bytes, holes, worker_share
 LOCK, MARKER, DATA, REPLACED, JOURNAL = "lock", "publishing", "checkpoint", "replaced", "journal"
 _OWN = re.compile(rf"{LOCK}|{MARKER}|{DATA}|{REPLACED}|{JOURNAL}|(spool|direct)-\w+|\.[0-9a-f]{{16}}\.tmp")
 _MARKER_BYTES, _LOCK_BYTES = 1 << 12, 1 << 10
+_LOCK_TRIES = 500
 
 
 def _entries(folder: Path) -> dict[str, int | None]:
@@ -232,10 +234,10 @@ class LocalOutput:
         with storage_errors(self.data):
             return self.folder().enter(DATA)
 
-    def look(self) -> None:
+    def look(self) -> bool:
         self._check_beside()
         if self._resume and self._has_files():
-            return  # perhaps all is done: `take` compares
+            return True
         above = self._above
         if not above.is_dir():
             raise output_blocked_error(self.final.parent)
@@ -253,6 +255,7 @@ class LocalOutput:
             self.close()
         if self._job.options.direct:
             check_direct(above)
+        return False
 
     def _look_inside(self) -> int:
         """`look` at what lies in the output's parent; bytes that a stopped conversion has set aside for this one."""
@@ -620,6 +623,21 @@ class LocalOutput:
             if sync:
                 self.parent().sync()
 
+    @contextmanager
+    def trackers_locked(self) -> Iterator[None]:
+        fd = self.parent().fd
+        with suppress(OSError):  # NFS locks no directories
+            for _ in range(_LOCK_TRIES):  # and who has called this command may hold it for all its time
+                with suppress(BlockingIOError):
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                time.sleep(0.01)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)
+
     def has_beside(self, name: str) -> bool:
         return self.parent().exists(name)
 
@@ -655,7 +673,7 @@ class LocalOutput:
             self.folder().remove(LOCK)
             status = self.parent().status(self.partial.name)
             if status is not None and os.path.samestat(os.fstat(self.folder().fd), status):
-                with suppress(OSError):  # another converter may have begun here already
+                with suppress(OSError):  # another converter may have started here
                     os.rmdir(self.partial.name, dir_fd=self.parent().fd)
         self.close()
         self._unmake_parents()

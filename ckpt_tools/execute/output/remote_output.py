@@ -31,7 +31,7 @@ import uuid
 import warnings
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -375,14 +375,15 @@ class RemoteOutput:
     def _parent(self) -> Store:
         return Store(self._final.parent)
 
-    def look(self) -> None:
+    def look(self) -> bool:
         store, output, plan = self._store, self._job.output, self._job.plan
         present = store.sizes()
         if store.without_bucket:
             raise no_bucket(store.location, store.without_bucket)
         goes_on = output.resume and (MARKER in present or has_files(plan.file_bytes, present))
         if output.overwrite or not goes_on:
-            self._old(store, present)
+            self.replaced = self._old(store, present)
+        return goes_on and MARKER not in present
 
     def _old(self, store: Store, present: Mapping[str, int | None], may_be_there: bool = False) -> str | None:
         """What `present` is, which the output replaces; raise UsageError if it may not."""
@@ -434,7 +435,7 @@ class RemoteOutput:
             return False  # stopped while the old files were being deleted
         if header.get("digest") != self._job.plan.digest:
             raise UsageError(
-                f"{self._store.location} was begun with another plan (other options, source or version). Repeat "
+                f"{self._store.location} was started with another plan (other options, source or version). Repeat "
                 "the command with the same options, or start again with --overwrite."
             )
         check_unchanged(header["source"], self._state, self._job.files.location)
@@ -584,6 +585,9 @@ class RemoteOutput:
                 f"{self._store.location}: {', '.join(changed[:5])} changed after this run had uploaded it; another "
                 "converter writes there too. Nothing was published. Convert again with --overwrite when it has ended."
             )
+
+    def trackers_locked(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def has_beside(self, name: str) -> bool:
         return name in self._parent.sizes()

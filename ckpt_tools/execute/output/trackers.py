@@ -11,6 +11,15 @@ from ckpt_tools.formats.locate.run_layouts import iteration_folders
 from ckpt_tools.formats.storage.open_files import open_files
 
 
+def is_tracked(output: Path | str) -> bool:
+    """Whether the tracker of its root names `output`, which a job then finds by `--load` alone."""
+    root, _, name = str(output).rstrip("/").rpartition("/")
+    try:
+        return name.startswith(("iter_", "release")) and tracked_iteration(root or "/") == name
+    except CkptError:  # it need not be allowed to look there
+        return False
+
+
 def tracker_change(output: Path | str, latest: str) -> tuple[bool, str | None]:
     """Whether a root's tracker stays once `latest` (a number or "release") lies at `output`, and what to say.
 

@@ -9,9 +9,9 @@ it (`team`), which sends the outcomes of all its workers with its own:
     all outcomes to all                            passes them on                       waits for them
     `check` looks for early failures, sends "stop" `check` looks for both               `check` looks for "stop"
 
-A rank that fails makes the others stop within a second, and all raise the same error. A process that was killed
-closes its line, so that nobody waits for it. One that is stopped (SIGSTOP, a debugger) keeps the others waiting for a
-minute, see `lines`.
+A rank that fails makes the others stop within a second, and all raise the same error; between steps the next step
+fails (`ending_together`). A process that was killed closes its line, so that nobody waits for it. One that is stopped
+(SIGSTOP, a debugger) keeps the others waiting for a minute, see `lines`.
 
 `StopSignals` notes Ctrl-C and SIGTERM; loops ask it, so that neither interrupts cleaning up.
 """
@@ -24,13 +24,21 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
 from ckpt_tools import errors
-from ckpt_tools.errors import CkptError, Interrupted, StorageError, Terminated, UsageError
+from ckpt_tools.errors import (
+    CkptError,
+    Interrupted,
+    StorageError,
+    Terminated,
+    UsageError,
+    as_ckpt_error,
+)
 from ckpt_tools.execute.processes.lines import LOOK_SECONDS, Line, next_message, send_to
 
 T = TypeVar("T")
@@ -39,6 +47,7 @@ SerializedError: TypeAlias = list[Any]
 Outcome: TypeAlias = dict[str, Any]
 """What a step came to on one rank: "result" and "step", or "error", which is None where another rank's ended it."""
 _STOP = "stop"
+_SHARED = "is_shared"  # the attribute of an error that all ranks raise
 
 
 class PeerFailedError(Exception):
@@ -108,6 +117,31 @@ class Ranks:
         self.together(lambda: results.extend([step()]))
         return results[0]
 
+    @contextmanager
+    def ending_together(self) -> Iterator[Ranks]:
+        """Run the block on every rank: it ends when all have ended it, and all raise an error that one has raised.
+
+        Without it, the others would take a rank that fails between steps for killed.
+        """
+        failed = None
+        try:
+            yield self
+        except BaseException as error:
+            if self.world == 1 or _SHARED in vars(error):
+                raise
+            failed = error
+
+        def end() -> None:
+            if failed is not None:
+                raise failed
+
+        try:
+            self.together(end)
+        except CkptError as error:
+            if failed is None or _SHARED in vars(error):
+                raise
+            raise failed from error  # nobody is left to tell
+
     def agree(self, asked: Mapping[str, object]) -> None:
         """Raise UsageError on every rank unless all were asked for the same; `asked` is JSON by name."""
         first, *others = self.together(lambda: asked)
@@ -146,16 +180,18 @@ class Ranks:
                 outcome = json.loads(json.dumps(outcome))
         except PeerFailedError:
             outcome = {"error": None}
-        except (CkptError, KeyboardInterrupt) as error:
-            outcome = {"error": serialize_error(error)}
-        except BaseException as error:
-            defect, outcome = error, {"error": ["", traceback.format_exc(), []]}
+        except BaseException as raised:
+            error = as_ckpt_error(raised)
+            if isinstance(error, CkptError | KeyboardInterrupt):
+                outcome = {"error": serialize_error(error)}
+            else:
+                defect, outcome = error, {"error": ["", traceback.format_exc(), []]}
         outcomes = self._exchange(outcome, all_need_it)
-        if defect is not None:
-            raise defect
         failed = {rank: one["error"] for rank, one in enumerate(outcomes) if one.get("error")}
         if failed:
-            raise joined_error(failed, self._nodes)
+            error = defect or joined_error(failed, self._nodes)
+            vars(error)[_SHARED] = True
+            raise error
         if len({one.get("step") for one in outcomes}) > 1:
             raise RuntimeError(f"the ranks have lost step: {[one.get('step') for one in outcomes]}")
         return [one["result"] for one in outcomes]
@@ -252,13 +288,15 @@ def serialize_error(error: BaseException) -> SerializedError:
 def joined_error(failed: Mapping[int, SerializedError], nodes: Sequence[int]) -> Exception:
     """One error with the messages and problems of all failed ranks, each once; of the lowest rank's class.
 
-    `nodes`: as of `Ranks`. A defect of one shows where it is; Ctrl-C, which reaches all, is `Interrupted`.
+    `nodes`: as of `Ranks`; a message of all is printed without them. A defect of one shows where it is; Ctrl-C, which
+    reaches all, is `Interrupted`.
     """
     kinds = [kind for kind, _, _ in failed.values()]
     messages: dict[str, dict[str, None]] = {}
     for rank, (_, text, _) in failed.items():
         messages.setdefault(text, {})[str(nodes[rank]) if nodes else ""] = None
-    lines = [f"rank {', '.join(names)}: {text}" if nodes else text for text, names in messages.items()]
+    are_named = bool(nodes) and (len(messages) > 1 or {nodes[rank] for rank in failed} != {*nodes})
+    lines = [f"rank {', '.join(names)}: {text}" if are_named else text for text, names in messages.items()]
     if "" in kinds:
         return RuntimeError("in a worker:\n" + "\n".join(lines))
     problems: tuple[str, ...] = ()

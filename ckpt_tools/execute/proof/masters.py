@@ -228,9 +228,8 @@ def refuse_masters(problems: Sequence[str], advice: str | None = None) -> None:
 def describe_masters(report: MastersReport, level: CheckLevel) -> str:
     if not report.tensors:
         return "the source has none"
-    rounds = (
-        f"{report.elements:,} elements of {report.tensors:,} masters round to the stored weights ({level})"
-    )
+    how = "all" if report.elements == report.elements_in_all else level  # of small tensors a sample is all
+    rounds = f"{report.elements:,} elements of {report.tensors:,} masters round to the stored weights ({how})"
     if not report.fp8:
         return rounds
     return f"{rounds}; {report.fp8:,} of the weights are held in FP8: their masters lie within half a step of E4M3"

@@ -426,7 +426,7 @@ def _renamed(parameters: Sequence[LiveParameter]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Relayout:
-    """The target, and for each of its objects the stored archive that is carried over byte for byte."""
+    """The target, and for each of its objects the stored archive that is copied byte for byte."""
 
     target: Target
     archives: tuple[tuple[str, Item], ...]

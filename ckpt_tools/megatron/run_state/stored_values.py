@@ -1,7 +1,7 @@
 """What the values of stored objects must be, each checked where it is read: a pickle holds anything.
 
 What Megatron keeps nowhere else goes by name: its settings, the fields of parameter groups and of the schedule.
-`wanted_kind` decides what each is. Values of other names are carried over, and nothing is calculated from them.
+`wanted_kind` decides what each is. Values of other names are copied, and nothing is calculated from them.
 """
 
 from __future__ import annotations

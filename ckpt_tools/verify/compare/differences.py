@@ -204,7 +204,7 @@ def comparing(
 ) -> Iterator[Callable[[], tuple[TensorDiff, ...]]]:
     """Give the block a function that returns what there is of every chosen tensor of either side.
 
-    Other processes have begun to compare when the block does. `tick` gets the bytes read. Weights that a side
+    Other processes compare already when the block starts. `tick` gets the bytes read. Weights that a side
     stores next to the masters that are compared get separate rows of the same name, after all others.
 
     Raises (the function):

@@ -255,7 +255,7 @@ def scanning(
 ) -> Iterator[Callable[[Collection[str]], Scanned]]:
     """Give the block a function that returns what was found, given the keys of means of squares.
 
-    Other processes have begun to read when the block does. `tick` gets the bytes read. `pairs` maps items
+    Other processes read already when the block starts. `tick` gets the bytes read. `pairs` maps items
     of fp32 masters to the items of bf16 weights that are read with them.
     """
     buffers = _Buffers()

@@ -414,12 +414,12 @@ def read_indexers(_: Any, config: Config) -> tuple[int, ...]:
         freq, offset = int(freq or 1), 2 if offset is None else int(offset)
         if freq > 1 > offset:
             raise MappingError(
-                "the first layer has no choice before it to take over (index_skip_topk_offset)"
+                "the first layer has no earlier layer whose choice it can reuse (index_skip_topk_offset)"
             )
         return indexer_layers(int(config["num_hidden_layers"]), freq, offset)
     found = of_words(kinds, INDEXERS, config)
     if not found[0]:
-        raise MappingError("the first layer has no choice before it to take over")
+        raise MappingError("the first layer has no earlier layer whose choice it can reuse")
     return () if all(found) else found
 
 

@@ -128,7 +128,7 @@ def reconcile(family: Family, model: ModelArgs, reference: Config) -> ModelArgs:
 
 
 def keep_reference(family: Family, reference: Config) -> dict[str, Any]:
-    """What an exported config.json takes over from the reference.
+    """What an exported config.json copies from the reference.
 
     That is all but the quantization of its weights, and other spellings of what is written anyway.
     """

@@ -137,7 +137,7 @@ def hybrid_pattern(said: object) -> str:
 
 
 def indexer_layers(layers: int, freq: int, offset: int) -> tuple[int, ...]:
-    """1 for every layer with an indexer, 0 for one that takes over the choice before it; () where all have one.
+    """1 for every layer with an indexer, 0 for one that reuses the choice before it; () where all have one.
 
     Megatron's dsa.py `is_dsa_skip_topk_layer`, and transformers' `GlmMoeDsaConfig`, which counts layers from 0.
     """

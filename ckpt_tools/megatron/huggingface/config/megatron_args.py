@@ -403,6 +403,6 @@ def sparse_attention_problems(model: ModelArgs) -> list[str]:
     problems = [TOO_OLD] if model.dsa_indexer_rope_interleaved is None else []
     if model.indexer_layers and 0 in model.indexer_layers[: model.mtp_num_layers]:
         problems.append(
-            "prediction layers that take over the choice of another's indexer: Megatron counts them from 1 again"
+            "prediction layers that reuse the choice of another layer's indexer: Megatron counts them from 1 again"
         )
     return problems

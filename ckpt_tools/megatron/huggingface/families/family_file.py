@@ -47,7 +47,7 @@ from ckpt_tools.megatron.huggingface.mapping.rules import (
 FIELD_KEYS = {"setting", "default", "default_by", "form", "wins", "also"}
 KINDS = {"form": "forms", "default_by": "defaults", "wins": "ways to win"}
 WINS = ("either", "reference", "checkpoint")
-# The fields of the known families, of one name or all: a user's field of the same name and setting takes over their
+# The fields of the known families, of one name or all: a user's field of the same name and setting gets their
 # form. Files of this package say theirs (None).
 KnownFields: TypeAlias = Callable[[str | None], Iterable[Field]]
 TRANSLATED = {"moe_layers", "sliding_layers", "no_rope_layers", "rope_scaling", "glu_interleave", "params_dtype",

@@ -20,7 +20,7 @@ A file of `model_files` for each, by its model_type::
     rules:                        # those of a rule file (families.py), and whole modules of the same tensors
       - module: {core: visual., hf: <visual>}
         tensors: {'blocks.{l}.norm.weight': [ffn], 'blocks.{l}.proj': {weight: [ffn, ffn], bias: [ffn]}}
-    like: mymodel2_vl             # takes over what is not said
+    like: mymodel2_vl             # copies what is not given here
 
 Without rules no program is known that trains all of it.
 """
@@ -120,7 +120,7 @@ def _source(model_type: str) -> RuleSource:
 
 
 def _whole(source: RuleSource) -> dict[str, Any]:
-    """What a file says, with what it takes over."""
+    """What a file says, with what it copies from `like`."""
     data: dict[str, Any] = source.data
     return data if "like" not in data else _whole(_source(data["like"])) | data
 
