@@ -378,11 +378,22 @@ def with_norm(tmp_path: Path, name: str, master: int, weight: int) -> Path:
     return root
 
 
-def test_of_two_weights_as_near_either_is_equal(tmp_path):
+def test_of_two_weights_as_near_either_belongs_to_the_master_and_the_odd_ones_are_counted(tmp_path, capsys):
     even, odd = (with_norm(tmp_path, f"{w:x}", 0x3F808000, w) for w in (0x3F80, 0x3F81))
-    convert_to_fsdp_dtensor(str(even), str(tmp_path / "fsdp"))
-    assert compared(odd, tmp_path / "fsdp").is_equal
-    assert diff_checkpoints(even, odd, request=DiffRequest(by="parameters")).is_equal
+    kept, lost = (
+        convert_to_fsdp_dtensor(str(s), str(tmp_path / n)) for s, n in ((even, "fsdp"), (odd, "odd"))
+    )
+    assert lost.dropped[1:] == kept.dropped
+    assert lost.dropped[0].startswith("stored weights: 32 of ")
+    assert compared(even, tmp_path / "fsdp").accepted == (0, 0)
+    for pair in ((odd, tmp_path / "fsdp"), (tmp_path / "fsdp", odd)):
+        assert (compared(*pair).is_equal, compared(*pair).accepted) == (True, (32, 1))
+    assert run(["diff", str(odd), str(tmp_path / "fsdp")]) == 0
+    assert capsys.readouterr().out.startswith(
+        "equal, but 32 elements of 1 stored weights are not their masters"
+    )
+    (row,) = rows(diff_checkpoints(even, odd, request=DiffRequest(by="parameters")), "weight")
+    assert (row.found.different, row.found.accepted) == (32, 0)
     wrong = with_norm(tmp_path, "wrong", 0x3F808000, 0x3F82)
     (row,) = rows(compared(wrong, tmp_path / "fsdp"), "weight")
     assert (row.name, row.found.different) == (f"model.module.{NORM}", row.elements)
@@ -458,6 +469,7 @@ def test_a_weight_against_a_master_is_a_master(a, b, role, kind):
         ("bfloat16", told("weight", "float16"), True, True),
         ("float8_e4m3fn", told("master"), True, False),
         ("bfloat16", told("master", behind="int8"), True, False),
+        ("int8", told("master", behind="int8"), True, True),
         ("bfloat16", told("weight", "int8"), True, False),
     ],
 )

@@ -277,6 +277,12 @@ def _print_diff(report: DiffReport, verbose: bool) -> None:
         f"the headers of {tensors}" if report.headers else f"{tensors} and {report.values_compared:,} objects"
     )
     verdict = "equal" if report.is_equal else f"different: {counts}"
+    elements, accepted = report.accepted
+    if elements:
+        verdict += (
+            f", {'but' if report.is_equal else 'and'} {elements:,} elements of {accepted:,} stored weights are not "
+            "their masters rounded to even, and the other side has the masters alone"
+        )
     render.tell_verdict(f"{verdict} (compared {what} by {report.by})", report.is_equal)
     unequal.sort(key=lambda tensor: (tensor.kind == "values", -tensor.found.max_abs))
     count = Counter(tensor.name for tensor in report.tensors)

@@ -385,7 +385,12 @@ def _report(
         objects=len(target.objects) + len(target.inline),
         groups=dict(conversion.groups),
         masters=masters,
-        dropped=(*target.dropped, *location.left_out, *_not_carried(location, conversion)),
+        dropped=(
+            *_lost_weights(conversion, masters),
+            *target.dropped,
+            *location.left_out,
+            *_not_carried(location, conversion),
+        ),
         kept=target.kept,
         renamed=target.renamed,
         backfilled=target.backfilled,
@@ -398,6 +403,19 @@ def _report(
         plan=plan_summary(conversion.plan) | links_summary(conversion.plan),
         edits=conversion.edits or Edits(),
     )
+
+
+def _lost_weights(conversion: Conversion, masters: Masters) -> Iterator[str]:
+    """A line on stored weights that the masters, which are written in their place, do not give back."""
+    found = masters.found
+    if masters.use != "written" or not found.accepted:
+        return
+    weights = {source.key for tensor in conversion.must_round for source in tensor.must_round_to}
+    if weights - {source.key for tensor in conversion.target.tensors for source in tensor.sources}:
+        yield (
+            f"stored weights: {found.accepted:,} of {found.elements:,} compared elements are not their masters "
+            f"rounded to even; {conversion.to} holds the masters alone"
+        )
 
 
 def _without_optimizer(conversion: Conversion) -> Iterator[str]:

@@ -33,6 +33,7 @@ from ckpt_tools.execute.processes.team import by_threads, even_shares, with_work
 from ckpt_tools.execute.write_job import WriteOptions
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.storage.prefetch import Range
+from ckpt_tools.human import counted
 from ckpt_tools.model.box import Box, full_box
 from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.choices import CheckLevel
@@ -80,6 +81,16 @@ def surely_rounds(masters: Array, weights: Array) -> bool:
     np.subtract(flat.view(np.uint32), apart, out=apart)
     apart += 1 << 15
     return bool(apart.max() <= 1 << 16)
+
+
+def odd_of_two(masters: Array, master_dtype: str, weights: Array, dtype: str) -> Array:
+    """Of weights that `rounding_mismatch` takes: where two are as near to the master, and it is not the even one."""
+    if (master_dtype, dtype) != ("float32", "bfloat16"):
+        return np.zeros(masters.shape, bool)
+    odd: Array = masters.view(np.uint32).astype(np.uint16) == 1 << 15
+    if odd.any():
+        odd[odd] = (weights[odd] & 1 == 1) & ~np.isnan(masters[odd])
+    return odd
 
 
 def _is_tie(masters: Array, weights: Array) -> Array:
@@ -181,6 +192,8 @@ class MastersReport:
     elements: int = 0
     elements_in_all: int = 0
     fp8: int = 0  # of `tensors`, with weights held in FP8
+    accepted: int = 0  # of `elements`, with a weight that belongs to its master and is not this rounded
+    saturated: int = 0  # of `accepted`, with a master beyond the largest number of its weight's FP8 scale
 
 
 def check_masters(
@@ -230,9 +243,13 @@ def describe_masters(report: MastersReport, level: CheckLevel) -> str:
         return "the source has none"
     how = "all" if report.elements == report.elements_in_all else level  # of small tensors a sample is all
     rounds = f"{report.elements:,} elements of {report.tensors:,} masters round to the stored weights ({how})"
-    if not report.fp8:
-        return rounds
-    return f"{rounds}; {report.fp8:,} of the weights are held in FP8: their masters lie within half a step of E4M3"
+    if report.fp8:
+        rounds += (
+            f"; {report.fp8:,} of the weights are held in FP8: their masters lie within half a step of E4M3"
+        )
+    if report.saturated:
+        rounds += f", except {counted(report.saturated, 'element')} above its largest number (saturated)"
+    return rounds
 
 
 def compare_masters(
@@ -255,16 +272,18 @@ def compare_masters(
 
     try:
         comparisons = [_comparison(reader, target) for target in wanted]
-        elements, first = _compare_plainly(comparisons, level, boxes, threads, reader.is_remote, tick)
+        found, first = _compare_plainly(comparisons, level, boxes, threads, reader.is_remote, tick)
         proven = _compare_as_fp8(first, level, boxes, threads) if fp8_recipe else {}
     finally:
         reader.close()
-    elements.update(proven)
+    elements, accepted, saturated = (sum(n) for n in zip((0, 0, 0), *(found | proven).values(), strict=True))
     report = MastersReport(
         tensors=len(wanted),
-        elements=sum(elements.values()),
+        elements=elements,
         elements_in_all=sum(math.prod(t.shape) for t in wanted),
         fp8=len(proven),
+        accepted=accepted,
+        saturated=saturated,
     )
     return report, list(first.values())
 
@@ -359,6 +378,7 @@ def _is_made_of(catalog: Catalog, target: TargetTensor, rounded: Set[tuple[Item,
 
 
 _Boxes: TypeAlias = Callable[[Box], Iterator[Box]]
+_Counts: TypeAlias = tuple[int, int, int]  # `elements`, `accepted` and `saturated` of a `MastersReport`
 
 
 def _compare_plainly(
@@ -368,20 +388,21 @@ def _compare_plainly(
     threads: int,
     is_remote: bool,
     tick: Callable[[], None],
-) -> tuple[dict[_Comparison, int], dict[_Comparison, str]]:
-    """Elements compared of every tensor, and the first difference of each that has one."""
+) -> tuple[dict[_Comparison, _Counts], dict[_Comparison, str]]:
+    """What was compared of every tensor, and the first difference of each that has one."""
 
-    def compare(part: tuple[_Comparison, Box]) -> tuple[int, str | None]:
-        elements = 0
+    def compare(part: tuple[_Comparison, Box]) -> tuple[int, int, str | None]:
+        elements = accepted = 0
         # A store's reads are requested in the order of `boxes`, and wait for the network in any case.
         if level == "all" and not is_remote and part[0].rounds_in_step(part[1], tick):
-            return part[1].volume, None
+            return part[1].volume, 0, None
         for box in boxes(part[1]):
             elements += box.volume
-            problem = part[0].difference(box)
+            odd, problem = part[0].difference(box)
             if problem is not None:
-                return elements, problem
-        return elements, None
+                return elements, 0, problem
+            accepted += odd
+        return elements, accepted, None
 
     def reads(part: tuple[_Comparison, Box]) -> Iterator[Range]:
         return chain.from_iterable(part[0].reads(box) for box in boxes(part[1]))
@@ -389,19 +410,19 @@ def _compare_plainly(
     parts = [(c, box) for c in comparisons for box in _parts(c, level)]
     ahead = WriteOptions(threads=threads).thread_memory(reads_store=is_remote).ahead
     compared = by_threads(compare, parts, threads, reads, ahead)
-    elements = dict.fromkeys(comparisons, 0)
+    found: dict[_Comparison, _Counts] = dict.fromkeys(comparisons, (0, 0, 0))
     first: dict[_Comparison, str] = {}
-    for (comparison, _), (count, problem) in zip(parts, compared, strict=True):
-        elements[comparison] += count
+    for (comparison, _), (elements, accepted, problem) in zip(parts, compared, strict=True):
+        found[comparison] = found[comparison][0] + elements, found[comparison][1] + accepted, 0
         if problem is not None:
             first.setdefault(comparison, problem)
-    return elements, first
+    return found, first
 
 
 def _compare_as_fp8(
     first: dict[_Comparison, str], level: CheckLevel, boxes: _Boxes, threads: int
-) -> dict[_Comparison, int]:
-    """The tensors of `first` again, as weights held in FP8: those that are proven leave it; elements of each."""
+) -> dict[_Comparison, _Counts]:
+    """The tensors of `first` again, as weights held in FP8: those that are proven leave it; the counts of each."""
     parts = [(c, box) for c in first if c.can_be_fp8 for box in _parts(c, level)]
     shards: dict[_Comparison, dict[Item, list[Survey]]] = {}
     surveyed = by_threads(lambda part: part[0].survey(boxes(part[1])), parts, threads)
@@ -412,14 +433,19 @@ def _compare_as_fp8(
     whole = {c: merged(found.values()) for c, found in held.items()}
     parts = [part for part in parts if part[0] in whole and whole[part[0]].is_fp8]
     located = by_threads(lambda part: part[0].too_far(boxes(part[1]), held[part[0]]), parts, threads)
-    proven = {comparison: whole[comparison].elements for comparison, _ in parts}
-    for (comparison, _), problem in reversed(list(zip(parts, located, strict=True))):
+    saturated = dict.fromkeys((comparison for comparison, _ in parts), 0)
+    for (comparison, _), (problem, count) in reversed(list(zip(parts, located, strict=True))):
         if problem is not None:
             first[comparison] = problem
-            proven.pop(comparison, None)
-    for comparison in proven:
+            saturated.pop(comparison, None)
+        elif comparison in saturated:
+            saturated[comparison] += count
+    for comparison in saturated:
         del first[comparison]
-    return proven
+    return {
+        one: (whole[one].elements, whole[one].elements - whole[one].equal, count)
+        for one, count in saturated.items()
+    }
 
 
 def _comparison(reader: BoxReader, target: TargetTensor) -> _Comparison:
@@ -480,21 +506,26 @@ class _Comparison:
             masters, weights = (b.view(numpy_dtype(dtype)) for b, dtype in zip(blocks, types, strict=True))
             if rounding_mismatch(masters, types[0], weights, types[1]).any():
                 return False
+            if odd_of_two(masters, types[0], weights, types[1]).any():
+                return False
             elements += masters.size
         return elements == box.volume
 
     def reads(self, box: Box) -> Iterator[Range]:
         return chain.from_iterable(reads(box) for reads in self._reads)
 
-    def difference(self, box: Box) -> str | None:
-        """The first element of `box` with a master that does not round to its weight; all NaNs are equal."""
+    def difference(self, box: Box) -> tuple[int, str | None]:
+        """How many weights of `box` are the odd one of two as near, and the first that is not its master rounded.
+
+        All NaNs are equal.
+        """
         masters, weights = self.masters(box), self.weights(box)
         different = rounding_mismatch(masters, self.target.dtype, weights, self.dtype)
         if not different.any():
-            return None
+            return int(odd_of_two(masters, self.target.dtype, weights, self.dtype).sum()), None
         at = np.unravel_index(int(different.argmax()), box.size)
         line = describe_element(self.target, self.dtype, masters, weights, box, tuple(map(int, at)))
-        return line + _REMAINDERS if _are_remainders(masters) else line
+        return 0, line + _REMAINDERS if _are_remainders(masters) else line
 
     def survey(self, boxes: Iterable[Box]) -> dict[Item, Survey]:
         """What the weights are like in each stored chunk, as one rank has its own scales."""
@@ -503,15 +534,17 @@ class _Comparison:
             found.setdefault(item, []).append(survey(masters, weights, self.dtype))
         return {item: merged(some) for item, some in found.items()}
 
-    def too_far(self, boxes: Iterable[Box], shards: Mapping[Item, Survey]) -> str | None:
-        """The first master that is farther from its weight than half a step of FP8."""
+    def too_far(self, boxes: Iterable[Box], shards: Mapping[Item, Survey]) -> tuple[str | None, int]:
+        """The first master that is farther from its weight than half a step of FP8, and how many are saturated."""
+        count = 0
         for item, box, masters, weights in self._by_chunk(boxes):
-            outside = too_far(masters, weights, self.dtype, shards[item])
+            outside, saturated = too_far(masters, weights, self.dtype, shards[item])
+            count += saturated
             if outside.any():
                 at = tuple(map(int, np.unravel_index(int(outside.argmax()), box.size)))
                 line = describe_element(self.target, self.dtype, masters, weights, box, at)
-                return f"{line}, which no FP8 scale explains"
-        return None
+                return f"{line}, which no FP8 scale explains", 0
+        return None, count
 
     def _by_chunk(self, boxes: Iterable[Box]) -> Iterator[tuple[Item, Box, Array, Array]]:
         """The elements of boxes, those of every stored chunk of the weights apart."""

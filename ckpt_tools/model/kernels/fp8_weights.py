@@ -58,11 +58,12 @@ def merged(surveys: Iterable[Survey]) -> Survey:
     return Survey(sum(elements), sum(equal), sum(runs), sum(few), min(smallest), max(largest))
 
 
-def too_far(masters: Array, weights: Array, dtype: str, shard: Survey) -> Array:
+def too_far(masters: Array, weights: Array, dtype: str, shard: Survey) -> tuple[Array, int]:
     """Where masters are farther from their weights than half a step, in a shard like this; NaN always is.
 
     A step of three mantissa bits is an eighth of the number at most. Near zero (subnormals) steps have one size,
-    which only zero is below. The largest number is also that of larger masters, as the cast saturates.
+    which only zero is below. The largest number is also that of larger masters, as the cast saturates: how many
+    there are is the second result.
     """
     value, master = _values(weights, dtype), masters.astype(np.float64)
     size = np.abs(value)
@@ -72,7 +73,7 @@ def too_far(masters: Array, weights: Array, dtype: str, shard: Survey) -> Array:
         outward = master * np.sign(value)
         saturated = (size > 0) & (size == shard.largest) & (size <= outward) & (outward <= 2 * shard.largest)
     found: Array = ~(is_near | saturated)
-    return found
+    return found, int(np.count_nonzero(saturated & ~is_near))
 
 
 def _values(bits: Array, dtype: str) -> Array:

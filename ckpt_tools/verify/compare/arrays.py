@@ -41,6 +41,7 @@ class Extremes:
     """What differs between two tensors, joined from their tiles."""
 
     different: int = 0  # elements
+    accepted: int = 0  # elements of weights that belong to their masters, and are not these rounded
     max_abs: float = 0.0
     max_rel: float = 0.0
     max_ulp: int | None = None  # None: not comparable in representable numbers
@@ -53,6 +54,7 @@ class Extremes:
         if later.different and (not self.different or later.max_abs > self.max_abs):
             self.max_abs, self.index, self.values = later.max_abs, later.index, later.values
         self.different += later.different
+        self.accepted += later.accepted
         self.max_rel = max(self.max_rel, later.max_rel)
         if later.max_ulp is not None:
             self.max_ulp = max(self.max_ulp or 0, later.max_ulp)

@@ -1,8 +1,8 @@
 """Are two checkpoints the same: tensor by tensor through views, value by value, in bounded memory.
 
 Where a format keeps masters in the place of weights, masters are compared, and the weights that a side stores next to
-its own would go unseen. They are compared with weights where both sides store them, else with the masters of the side
-that does not, which must round to them.
+its own would go unseen. They are compared bit by bit where both sides store them, else with the masters of the side
+that does not, which must belong to them; those that are not their master, rounded, count (`Extremes.accepted`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from ckpt_tools.execute.move.read_box import BoxReader
 from ckpt_tools.execute.move.source_reader import index_of
 from ckpt_tools.execute.processes.team import Tick, start_jobs
-from ckpt_tools.execute.proof.masters import Seen, compare_all_masters, in_step, rounding_mismatch
+from ckpt_tools.execute.proof.masters import Seen, compare_all_masters, in_step, odd_of_two, rounding_mismatch
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.torch_archive.item_reader import load_object
 from ckpt_tools.model.box import Box
@@ -56,9 +56,11 @@ def has_weights(pair: Sequence[AnyTensor]) -> bool:
 
 
 def can_round(pair: Sequence[AnyTensor]) -> bool:
-    """Whether all of their types are numbers that rounding is known for."""
-    weights = [weight for tensor in pair if (weight := weight_behind(tensor)) is not None]
-    return {tensor.dtype for tensor in (*pair, *weights)} <= CASTABLE
+    """Whether the weights can be compared: both have one type, or rounding is known for all types."""
+    weights = [weight.dtype for tensor in pair if (weight := weight_behind(tensor)) is not None]
+    if len(weights) == len(pair) and len(set(weights)) == 1:
+        return True
+    return {*weights, *(tensor.dtype for tensor in pair)} <= CASTABLE
 
 
 class WeightsComparison:
@@ -94,12 +96,11 @@ class WeightsComparison:
             different = self._unlike(numbers, 1 - own, mine)
             if not self._is_bitwise:  # within the tolerance masters may lie on two sides of a weight's middle
                 different &= self._unlike(numbers, own, mine)
+            odd = odd_of_two(numbers[1 - own], self._masters[1 - own], mine, self._dtypes[0])
+            self.found.accepted += int((odd & ~different).sum())
             if different.any():
                 rounded = self._rounded(numbers[1 - own], self._masters[1 - own], mine, different)
                 first, second = (rounded, mine) if own else (mine, rounded)
-        elif self._dtypes[0] == self._dtypes[1]:
-            same = ~(self._unlike(numbers, 1, first) | self._unlike(numbers, 0, second))
-            second = np.where(same, first, second)  # of two equally near weights either is right
         raw = [w.view(raw_dtype(dtype)) for w, dtype in zip((first, second), self._dtypes, strict=True)]
         self._comparison.add(raw[0], raw[1], tile.start)
         return sum(w.nbytes for w in weights if w is not None)
@@ -187,6 +188,12 @@ class DiffReport:
     @property
     def is_equal(self) -> bool:
         return not self.values and all(t.kind == "equal" for t in self.tensors)
+
+    @property
+    def accepted(self) -> tuple[int, int]:
+        """Elements whose stored weight is not its master rounded though it belongs to it, and their tensors."""
+        counts = [t.found.accepted for t in self.tensors if t.found.accepted]
+        return sum(counts), len(counts)
 
 
 def compare_headers(a: Side, b: Side, options: DiffOptions) -> tuple[TensorDiff, ...]:
@@ -314,20 +321,24 @@ def _are_alike(blocks: Sequence[Array], types: Sequence[str]) -> bool:
     if len(blocks) != 3:
         return len(blocks) == 2 or are_same_bits(blocks[2], blocks[3])
     masters, weights = (blocks[n].view(numpy_dtype(types[n])) for n in (0, 2))
-    return not rounding_mismatch(masters, types[0], weights, types[2]).any()
+    return not (
+        rounding_mismatch(masters, types[0], weights, types[2]).any()
+        or odd_of_two(masters, types[0], weights, types[2]).any()
+    )
 
 
 def _weight_rows(
     a: Side, b: Side, found: Sequence[tuple[Pair, Extremes]], options: DiffOptions
 ) -> Iterator[TensorDiff]:
-    """The verdict on the weights behind masters; of those held in FP8 their own masters have the last word."""
-    wrong = [pair for pair, extremes in found if extremes.different]
+    """The verdict on the weights behind masters; where one side stores none, they may be held in FP8."""
+    wrong = [pair for pair, extremes in found if extremes.different and None in map(weight_behind, pair)]
     proven = _proven_as_fp8(a, b, wrong, options)
     for pair, extremes in found:
         forms = [_form(weight_behind(tensor) or tensor) for tensor in pair]
         row = TensorDiff(pair[0].key, WEIGHT, "equal", forms[0], forms[1])
         both = all(weight_behind(tensor) is not None for tensor in pair)
-        differs = Extremes() if row.name in proven else extremes
+        fp8 = Extremes(accepted=extremes.different + extremes.accepted)
+        differs = fp8 if row.name in proven else extremes
         yield _by_values(row, differs, is_bitwise=both and options.tolerance.is_bitwise)
 
 
