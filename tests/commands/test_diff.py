@@ -16,6 +16,7 @@ import pytest
 from ckpt_tools.cli.app import run
 from ckpt_tools.commands.check.diff import DiffRequest, _recorded_tp, diff_checkpoints
 from ckpt_tools.commands.convert.to_dtensors import convert_to_dcp, convert_to_fsdp_dtensor
+from ckpt_tools.commands.convert.to_torch_dist import convert_to_torch_dist
 from ckpt_tools.commands.job.conversion import ConvertOptions
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.formats.locate.detect import Location
@@ -292,6 +293,26 @@ def test_a_round_trip_is_equal_by_keys(tmp_path, capsys):
     with metadata_of(copied) as metadata:
         drop_key(metadata, "rerun_state_machine_state/shard_1_2")
     assert not diff_checkpoints(source, str(copied)).is_equal
+
+
+@pytest.mark.parametrize(("name", "differing"), [("te_llama_dp2_buckets_fr", 0), ("te_fp8_tp2_fr", 8)])
+def test_extra_states_that_hold_nothing_are_a_note(name, differing, tmp_path):
+    """Empty tensors and None alike; FP8 scales that a conversion drops are differences, and so is a missing shard."""
+    convert_to_fsdp_dtensor(root_of(name), str(tmp_path / "there"))
+    convert_to_torch_dist(str(tmp_path / "there"), str(tmp_path / "back"))
+    report = diff_checkpoints(root_of(name), str(tmp_path / "back"))
+    assert (report.by, len(report.values)) == ("keys", differing)
+    assert "extra states of Transformer Engine that hold nothing" in report.notes[-1]
+    key = "decoder.layers.mlp.linear_fc1._extra_state/shard_1_2"
+    assert not diff_checkpoints(
+        root_of(name), str(tmp_path / "back"), DiffOptions(keys=("*_extra_state*",))
+    ).is_equal
+    with metadata_of(tmp_path / "back") as metadata:
+        drop_key(metadata, key)
+    more = {value.name for value in diff_checkpoints(root_of(name), str(tmp_path / "back")).values}
+    assert {value.name.removesuffix(".0") for value in report.values} | {key} == {
+        n.removesuffix(".0") for n in more
+    }
 
 
 @pytest.mark.parametrize(

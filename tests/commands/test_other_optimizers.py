@@ -205,8 +205,25 @@ def test_the_way_back_says_that_weights_are_no_longer_those_of_fp8(tmp_path):
         assert oracle.same_bytes(ours[key], ours[f"optimizer.state.param.{key}"].bfloat16())
 
 
-def test_scales_that_have_no_place_are_named(tmp_path):
+def test_scales_that_no_other_format_holds_are_named_both_ways(tmp_path):
+    there = convert_to_fsdp_dtensor(source_of(fixture_dir("te_fp8_tp2_fr")), tmp_path / "there")
+    assert len([line for line in there.dropped if "FP8 scales, which torch_dist alone holds" in line]) == 8
+    back = convert_to_torch_dist(tmp_path / "there", tmp_path / "back")
+    assert back.notes[0].startswith("FP8 scaling starts again")
+
+
+def test_scales_go_to_the_shards_of_their_layers_and_those_without_a_key_are_named_once(tmp_path):
     source = source_of(fixture_dir("te_fp8_tp2_fr"))
-    apart = ToTorchDistOptions(target=TorchDistOptions(stacked=False))
-    report = convert_to_torch_dist(source, tmp_path / "apart", apart)
-    assert len([line for line in report.dropped if "FP8 scales have no place" in line]) == 8
+    apart, together, none = (
+        ToTorchDistOptions(target=TorchDistOptions(stacked=stacked, extra_state=asked))
+        for stacked, asked in ((False, True), (True, True), (False, False))
+    )
+    assert convert_to_torch_dist(source, tmp_path / "apart", apart).dropped == ()
+    slice_layers(source, tmp_path / "second", "1:2")
+    slice_layers(tmp_path / "apart", tmp_path / "second_apart", "1:2")
+    convert_to_torch_dist(tmp_path / "second", tmp_path / "second_cut", apart)
+    assert diff_checkpoints(tmp_path / "second_cut", tmp_path / "second_apart").is_equal
+    convert_to_torch_dist(tmp_path / "apart", tmp_path / "again", together)
+    assert diff_checkpoints(source, tmp_path / "again").is_equal
+    lost = convert_to_torch_dist(source, tmp_path / "none", none).dropped
+    assert len([line for line in lost if "which has no such key" in line]) == 8 == len(lost) - 1

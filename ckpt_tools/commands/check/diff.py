@@ -35,6 +35,7 @@ from ckpt_tools.commands.job.opened import Opened, open_checkpoint
 from ckpt_tools.commands.job.read_model import Wanted, read_model
 from ckpt_tools.errors import CkptError, MappingError, UnsupportedCheckpointError, UsageError, raise_if
 from ckpt_tools.formats.storage.files import AnyPath, path_text
+from ckpt_tools.human import counted
 from ckpt_tools.megatron.dcp.state_dict import Spelling, is_megatron, read_state_dict, spelled_as
 from ckpt_tools.megatron.format import FORMATS
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
@@ -49,6 +50,7 @@ from ckpt_tools.megatron.names import DIALECTS
 from ckpt_tools.megatron.run_state.record import read_record, stored_tp
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import optimizer_layout
+from ckpt_tools.megatron.torch_dist.read import holds_something
 from ckpt_tools.model.catalog import TensorEntry
 from ckpt_tools.model.choices import CheckpointKind, DiffBy
 from ckpt_tools.model.model import Model
@@ -64,7 +66,7 @@ from ckpt_tools.verify.compare.differences import (
     diff_objects,
     weights_not_compared,
 )
-from ckpt_tools.verify.compare.objects import names_in
+from ckpt_tools.verify.compare.objects import ValueDiff, names_in
 from ckpt_tools.verify.report import Meter
 
 Sides: TypeAlias = tuple[Side, Side]
@@ -457,6 +459,7 @@ def _told(found: Spelling) -> str:
 T = TypeVar("T")
 
 RERUN: Final = "rerun_state_machine"
+_EXTRA_STATE: Final = "._extra_state/"
 
 
 def diff_checkpoints(
@@ -499,6 +502,9 @@ def diff_checkpoints(
             of_values = _tried(lambda: diff_objects(*sides, options))  # while others compare tensors
             tensors = of_tensors()
         values, compared = of_values()
+        if not options.keys:
+            values, more = _without_empty_states(sides, values)
+            notes += more
     return DiffReport(*places, by, options.tolerance, tensors, values, compared, tuple(notes))
 
 
@@ -527,6 +533,36 @@ def _without_rerun_state(sides: tuple[Side, Side]) -> tuple[tuple[Side, Side], l
     first, second = map(_without_rerun, sides)
     return (first, second), [
         f"{RERUN} is in {'A' if held[0] else 'B'} alone: not compared, no conversion carries it"
+    ]
+
+
+def _without_empty_states(
+    sides: Sides, values: tuple[ValueDiff, ...]
+) -> tuple[tuple[ValueDiff, ...], list[str]]:
+    """The differences without those of Transformer Engine's extra states that hold nothing, and a note on these.
+
+    A module without FP8 has an empty tensor, None (conversions write that) or no state, as its version likes. A
+    shard that a side lacks though it has others of its module is a difference.
+    """
+    keys = [{key for key in side.objects if _EXTRA_STATE in key} for side in sides]
+    modules = [{key.partition(_EXTRA_STATE)[0] for key in held} for held in keys]
+
+    def is_empty(name: str) -> bool:
+        key = name if name in keys[0] | keys[1] else name.rpartition(".")[0]
+        if not any(key in held for held in keys):
+            return False
+        is_whole = all(
+            key in held or key.partition(_EXTRA_STATE)[0] not in of_side
+            for held, of_side in zip(keys, modules, strict=True)
+        )
+        return is_whole and not any(holds_something(side.value(key)) for side in sides if key in side.objects)
+
+    left = tuple(value for value in values if _EXTRA_STATE not in value.name or not is_empty(value.name))
+    if len(left) == len(values):
+        return values, []
+    return left, [
+        f"{counted(len(values) - len(left), 'extra state')} of Transformer Engine that hold nothing have another "
+        "form, or are in one side alone: not compared"
     ]
 
 

@@ -135,9 +135,7 @@ def _refuse_same(location: Location, model: Model, options: ToTorchDistOptions) 
 def write_torch_dist(model: Model, opened: Opened, options: TorchDistOptions, world: int) -> Conversion:
     """The model as `torch_dist`: a chunk for every layer and expert, written by `world` processes."""
     built = build_torch_dist_target(model, options)
-    carried = carried_objects(model, built.target.objects)
-    as_stored = {key: opened.catalog.objects[key].item for key in carried}
-    archives = _archives(opened, built.target.objects, as_stored)
+    archives = _archives(opened, built.target.objects, carried_objects(model, built.target.objects))
     # Masters, and the weights that these must round to.
     beside_weights = not opened.format.masters_in_place and any(
         MASTER in p.values and WEIGHT in p.values for p in model.parameters

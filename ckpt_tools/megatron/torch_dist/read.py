@@ -74,6 +74,7 @@ def read_torch_dist(
     keys = sort_keys(catalog)
     states, unread = _states(files, catalog, common, optimizer, share)
     rng, rng_missing = rng_states(files, catalog) if optimizer == "whole" else ({}, ())
+    scales = extra_states(files, catalog, common) if optimizer == "whole" else {}
     consumed = (
         frozenset(filter(is_optimizer_key, (*catalog.tensors, *catalog.objects)))
         if optimizer != "whole"
@@ -96,8 +97,12 @@ def read_torch_dist(
         grad_scaler=_grad_scaler(stored),
         step=next(_steps(stored), None),
         own_optimizer=optimizer_entry(files, catalog, common) if is_other else None,
-        extra_states=extra_states(files, catalog, common) if optimizer == "whole" else {},
-        dropped=(*left_out, *dropped_objects(keys, consumed, unknown_keys)),
+        extra_states=scales,
+        dropped=(
+            *left_out,
+            *(f"{key}: FP8 scales, which torch_dist alone holds; the job starts new ones" for key in scales),
+            *dropped_objects(keys, frozenset({*consumed, *scales}), unknown_keys),
+        ),
         unread=unread,
         notes=()
         if not made
@@ -127,13 +132,13 @@ def extra_states(files: Files, catalog: Catalog, common: CommonState) -> dict[st
     if known and not any(common.arg(name) for name in ("fp8", "fp4")):
         return {}
     items = {key: e.item for key, e in catalog.objects.items() if "._extra_state/" in key}
-    return {key: item for key, item in items.items() if _holds_something(load_object(files, item))}
+    return {key: item for key, item in items.items() if holds_something(load_object(files, item))}
 
 
-def _holds_something(value: object) -> bool:
+def holds_something(value: object) -> bool:
     """Whether an extra state is more than nothing, an empty tensor or an empty file."""
     if isinstance(value, list | tuple):
-        return any(map(_holds_something, value))
+        return any(map(holds_something, value))
     if isinstance(value, StoredTensor):
         return bool(value.data)
     return value is not None and getattr(value, "args", True) not in ((), (b"",))

@@ -16,7 +16,15 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ckpt_tools.errors import MappingError, UsageError, raise_if
-from ckpt_tools.megatron.keys import BUFFERS, COMMON_ITEMS, COMMON_OBJECT, state_role
+from ckpt_tools.megatron.keys import (
+    BUFFERS,
+    COMMON_ITEMS,
+    COMMON_OBJECT,
+    object_shard,
+    shard_key,
+    stacked_layers,
+    state_role,
+)
 from ckpt_tools.megatron.names import BRIDGE, Dialect, dialect_for
 from ckpt_tools.megatron.run_state.record import Size, TargetRecord
 from ckpt_tools.megatron.torch_dist.grids import (
@@ -39,6 +47,7 @@ from ckpt_tools.megatron.torch_dist.stacking import (
     stack_parameters,
 )
 from ckpt_tools.megatron.vocab import Vocabulary, vocabulary
+from ckpt_tools.model.catalog import Item
 from ckpt_tools.model.choices import DialectName, LayerSpec
 from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.model.model import Model, unread_note
@@ -107,10 +116,13 @@ def build_torch_dist_target(model: Model, options: TorchDistOptions) -> TorchDis
     rerun = [] if options.weights_only else [TargetObject(key, [None]) for key in _stored(model, RERUN)]
     objects = (*rng, *extra, *rerun, TargetObject(COMMON_OBJECT, [common]))
     kept = carried_objects(model, objects)
+    is_empty = extra and not any(o.key in kept for o in extra)
+    scaling = "FP8 scaling starts again: Transformer Engine's extra states are written empty"
+    asked = {_of_layer(o.key) for o in extra}
     unplaced = [
-        f"{key}: its FP8 scales have no place in the target; the modules there have other keys"
+        f"{key}: its FP8 scales are not part of the target, which has no such key"
         for key in model.extra_states
-        if key not in {o.key for o in objects}
+        if _of_layer(key) not in asked
     ]
     target = Target(
         tensors=(
@@ -118,11 +130,12 @@ def build_torch_dist_target(model: Model, options: TorchDistOptions) -> TorchDis
             *(_states(stacks, model) if "optimizer" in common else ()),
         ),
         objects=objects,
-        dropped=(*_dropped(model, kept), *unplaced),
+        dropped=(*_dropped(model, {*kept, *model.extra_states}), *unplaced),
         renamed=_renamed(stacks, model),
         notes=(
             *unread_note(model),
             *model.notes,
+            *([scaling] if is_empty and model.common.arg("fp8") else []),
             *notes,
             *(rng_notes if any(o.key not in kept for o in rng) or not rng else ()),
             *_losses(model, options, kept),
@@ -291,10 +304,22 @@ def _stored(model: Model, glob: str) -> list[str]:
     return [key for key in model.catalog.objects if model.common.of_torch_dist and fnmatchcase(key, glob)]
 
 
-def carried_objects(model: Model, objects: Iterable[TargetObject]) -> frozenset[str]:
-    """The keys of objects that a `torch_dist` source has too: they are copied byte for byte."""
+def carried_objects(model: Model, objects: Iterable[TargetObject]) -> dict[str, Item]:
+    """What a `torch_dist` source has of the objects, by their keys: it is copied byte for byte."""
     stored = model.catalog.objects if model.common.of_torch_dist else {}
-    return frozenset(o.key for o in objects if o.key in stored and o.key != COMMON_OBJECT)
+    scales = {_of_layer(key): item for key, item in model.extra_states.items()}
+    found = {o.key: stored[o.key].item for o in objects if o.key in stored and o.key != COMMON_OBJECT}
+    return found | {o.key: scales[place] for o in objects if (place := _of_layer(o.key)) in scales}
+
+
+def _of_layer(key: str) -> str:
+    """The key that a shard of a module has where layers are not stacked."""
+    shard = object_shard(key)
+    stacked = stacked_layers(shard.name) if shard else []
+    if shard is None or not stacked:
+        return key
+    name = f"{shard.name[: stacked[0]]}{shard.place[0]}.{shard.name[stacked[0] :]}"
+    return shard_key(name, shard.place[1:] or (0,), shard.grid[1:] or (1,))
 
 
 def _dropped(model: Model, kept: Container[str]) -> tuple[str, ...]:
@@ -333,9 +358,8 @@ def _losses(model: Model, options: TorchDistOptions, kept: Collection[str]) -> l
             )
     if not options.extra_state:
         notes.append("no Transformer Engine extra states: load with --dist-ckpt-strictness log_all")
-    elif not any(fnmatchcase(key, EXTRA_STATE) for key in kept):
-        scaling = ": FP8 scaling starts again" if model.common.arg("fp8") else ""
-        notes.append(f"Transformer Engine extra states are written empty{scaling}")
+    elif not model.common.arg("fp8") and not any(fnmatchcase(key, EXTRA_STATE) for key in kept):
+        notes.append("Transformer Engine extra states are written empty")
     if model.optimizer_layout is None or options.weights_only:
         return notes
     if model.own_optimizer is not None:
