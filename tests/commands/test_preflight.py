@@ -311,8 +311,8 @@ def test_experts_named_for_another_job():
 def test_a_checkpoint_of_another_kind(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     save_file({"a": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
-    for path, fix in ((fixture_dir(LLAMA), "convert {} CONVERTED"),
-                      (tmp_path, "import-hf {} CONVERTED --to fsdp_dtensor")):  # fmt: skip
+    begun = "import-hf {} CONVERTED --to fsdp_dtensor --lr LR --min-lr MIN_LR --weight-decay WD"
+    for path, fix in ((fixture_dir(LLAMA), "convert {} CONVERTED"), (tmp_path, begun)):
         assert list(broken_in(path, ["--use-torch-fsdp2"])) == ["checkpoint-format"]
         found = preflight(str(path))
         assert [(f.check, f.fix) for f in found.report.findings] == [("checkpoint-format", fix.format(path))]

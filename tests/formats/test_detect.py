@@ -609,7 +609,7 @@ def test_an_import_of_its_pickles_says_how_to_make_a_model_of_them(inner, tmp_pa
 
 
 @pytest.mark.parametrize("form", ["", "layers", "no zero", "trainer"])
-@pytest.mark.parametrize("inner", ["", "/global_step100"])
+@pytest.mark.parametrize("inner", ["", "/global_step100", None])
 @pytest.mark.parametrize("command", ["inspect", "verify", "ls", "import-hf"])
 def test_deepspeed_is_named_with_its_own_way_out(form, inner, command, user_cases, tmp_path, capsys):
     root = tmp_path / "run"
@@ -624,7 +624,8 @@ def test_deepspeed_is_named_with_its_own_way_out(form, inner, command, user_case
             (root / "zero_to_fp32.py").unlink()
         case "trainer":
             (root / "config.json").write_text("{}")
-    assert run([command, f"{root}{inner}", *[str(tmp_path / "out")] * (command == "import-hf")]) == 3
+    given = str(tmp_path) if inner is None else f"{root}{inner}"
+    assert run([command, given, *[str(tmp_path / "out")] * (command == "import-hf")]) == 3
     said = " ".join(capsys.readouterr().err.split())
     assert f"zero_to_fp32 {root} OUT --safe_serialization -t global_step100" in said
     assert f"ds_to_universal --input_folder {step} " in said

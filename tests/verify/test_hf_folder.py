@@ -317,6 +317,7 @@ def test_both_of_a_folder_that_holds_the_model_twice_are_checked(harm, errors, c
     report = verify_checkpoint(folder, options=VerifyOptions(content=content))
     assert report.is_valid == (errors == 0)
     assert any(f.check == "other copy" for f in report.findings)
+    assert not any("not read" in f.message for f in report.findings)
 
 
 def test_a_model_in_an_iterations_folder_is_checked(user_cases, tmp_path):

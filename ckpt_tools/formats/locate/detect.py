@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from ckpt_tools.credentials import hidden
 from ckpt_tools.errors import CorruptCheckpointError, UnsupportedCheckpointError, UsageError
@@ -199,6 +199,10 @@ class Location:
     def label(self) -> int | Literal["release"] | None:
         """The iteration as reports call it."""
         return "release" if self.is_release else self.iteration
+
+
+HELD_TWICE: Final = "holds the model twice: these files, and a run; --iteration chooses one of its iterations"
+NEXT_TO_RUN: Final = "next to the run's iterations"
 
 
 def locate(path: str, iteration: int | None = None, of_run: bool = False) -> Location:
@@ -389,10 +393,9 @@ def _with_weights(
     shown = ", ".join(weights[:4]) + (", ..." if len(weights) > 4 else "")
     if _is_run(names):
         if is_model and iteration is None and not of_run:
-            line = f"{path} holds the model twice: these files, and a run; --iteration chooses one of its iterations"
-            return _one(path, name, None)._replace(left_out=(line,))
+            return _one(path, name, None)._replace(left_out=(f"{path} {HELD_TWICE}",))
         found = _of_run(files, path, names, iteration)
-        return found._replace(left_out=(*found.left_out, f"{shown}: next to the run's iterations"))
+        return found._replace(left_out=(*found.left_out, f"{shown}: {NEXT_TO_RUN}"))
     inner = [] if is_model else _inner_checkpoints(path, names)
     if inner:
         listed = ", ".join(inner[:4]) + (", ..." if len(inner) > 4 else "")
@@ -475,6 +478,9 @@ def _nothing_here(path: str, names: list[str]) -> UnsupportedCheckpointError:
     cached = [name for name in names if name.startswith("models--")]
     if cached:
         hint = f" It is a Hugging Face cache; give one of its models, such as {path_in(path, cached[0])}."
+    for folder in (path_in(path, name) for name in names[:_LOOKED_AT] if "." not in name and not inner):
+        if foreign := deepspeed(folder, names_in(folder)):
+            return foreign
     shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
     return UnsupportedCheckpointError(
         f"{path} holds no checkpoint: neither {METADATA} nor {TRACKER}, only {shown}.{hint}"

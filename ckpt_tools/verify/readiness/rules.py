@@ -477,8 +477,8 @@ RULES = (
     Rule("checkpoint-format", ERROR,
          lambda f: None if f.kind == "fsdp_dtensor" else f"the checkpoint is of kind {f.kind}",
          "Megatron-FSDP loads fsdp_dtensor checkpoints only",
-         lambda f: "import-hf CHECKPOINT CONVERTED --to fsdp_dtensor" if f.kind == "safetensors"
-         else "convert CHECKPOINT CONVERTED", _LOADED, on_job=False),
+         lambda f: "import-hf CHECKPOINT CONVERTED --to fsdp_dtensor --lr LR --min-lr MIN_LR --weight-decay WD"
+         if f.kind == "safetensors" else "convert CHECKPOINT CONVERTED", _LOADED, on_job=False),
     *JOB_RULES,
     Rule("stored-arguments", ERROR, lambda f: None if f.has_args else "the entry args is missing",
          "Megatron-LM reads those of the run before, whatever its flags say",
