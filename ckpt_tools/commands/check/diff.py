@@ -544,18 +544,16 @@ def _without_empty_states(
     A module without FP8 has an empty tensor, None (conversions write that) or no state, as its version likes. A
     shard that a side lacks though it has others of its module is a difference.
     """
-    keys = [{key for key in side.objects if _EXTRA_STATE in key} for side in sides]
-    modules = [{key.partition(_EXTRA_STATE)[0] for key in held} for held in keys]
+    modules = [
+        {key.partition(_EXTRA_STATE)[0] for key in side.objects if _EXTRA_STATE in key} for side in sides
+    ]
 
     def is_empty(name: str) -> bool:
-        key = name if name in keys[0] | keys[1] else name.rpartition(".")[0]
-        if not any(key in held for held in keys):
-            return False
-        is_whole = all(
-            key in held or key.partition(_EXTRA_STATE)[0] not in of_side
-            for held, of_side in zip(keys, modules, strict=True)
-        )
-        return is_whole and not any(holds_something(side.value(key)) for side in sides if key in side.objects)
+        key = name if any(name in side.objects for side in sides) else name.rpartition(".")[0]
+        held = [side.value(key) for side in sides if key in side.objects]
+        module = key.partition(_EXTRA_STATE)[0]
+        is_lost = any(key not in s.objects and module in own for s, own in zip(sides, modules, strict=True))
+        return bool(held) and not is_lost and not any(map(holds_something, held))
 
     left = tuple(value for value in values if _EXTRA_STATE not in value.name or not is_empty(value.name))
     if len(left) == len(values):

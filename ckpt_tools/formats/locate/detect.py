@@ -201,7 +201,9 @@ class Location:
         return "release" if self.is_release else self.iteration
 
 
-HELD_TWICE: Final = "holds the model twice: these files, and a run; --iteration chooses one of its iterations"
+HELD_TWICE: Final = (
+    " holds the model twice: these files, and a run; --iteration chooses one of its iterations"
+)
 NEXT_TO_RUN: Final = "next to the run's iterations"
 
 
@@ -393,7 +395,7 @@ def _with_weights(
     shown = ", ".join(weights[:4]) + (", ..." if len(weights) > 4 else "")
     if _is_run(names):
         if is_model and iteration is None and not of_run:
-            return _one(path, name, None)._replace(left_out=(f"{path} {HELD_TWICE}",))
+            return _one(path, name, None)._replace(left_out=(f"{path}{HELD_TWICE}",))
         found = _of_run(files, path, names, iteration)
         return found._replace(left_out=(*found.left_out, f"{shown}: {NEXT_TO_RUN}"))
     inner = [] if is_model else _inner_checkpoints(path, names)
