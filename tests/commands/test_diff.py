@@ -444,6 +444,17 @@ def test_weights_held_in_fp8_belong_to_their_masters(tmp_path):
     assert {t.name for t in rows(compared(source, tmp_path / "fsdp"), "weight")} == set(LIVE)
 
 
+def test_weights_held_in_fp8_that_a_conversion_rounds_anew_differ(tmp_path):
+    source = root_of("te_fp8param_tp2_fr")
+    convert_to_fsdp_dtensor(source, str(tmp_path / "there"))
+    convert_to_torch_dist(str(tmp_path / "there"), str(tmp_path / "back"))
+    there = compared(source, tmp_path / "there")
+    assert (there.is_equal, there.accepted) == (True, (68900, 10))
+    back = diff_checkpoints(source, str(tmp_path / "back"), request=DiffRequest(by="parameters"))
+    assert (len(rows(back, "weight")), sum(t.found.different for t in rows(back, "weight"))) == (10, 68900)
+    assert (rows(back, "master"), back.accepted) == ([], (0, 0))
+
+
 def test_weights_that_no_rounding_is_known_for_are_named():
     master = TargetTensor("w", "float32", (2,), (Source("m"),))
     beside = TargetTensor(

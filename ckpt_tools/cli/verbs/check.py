@@ -355,6 +355,7 @@ def _diff_head(report: DiffReport) -> dict[str, Any]:
         "b": report.b,
         "by": report.by,
         "equal": report.is_equal,
+        "accepted": report.accepted[0],
         "headers": report.headers,
         "tolerance": plain(report.tolerance),
         "notes": plain(report.notes),
