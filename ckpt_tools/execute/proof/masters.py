@@ -84,12 +84,14 @@ def surely_rounds(masters: Array, weights: Array) -> bool:
 
 
 def odd_of_two(masters: Array, master_dtype: str, weights: Array, dtype: str) -> Array:
-    """Of weights that `rounding_mismatch` takes: where two are as near to the master, and it is not the even one."""
+    """Of weights that `rounding_mismatch` takes: where two are as near to the master, and it is not the even one.
+
+    Places in the flattened arrays.
+    """
     if (master_dtype, dtype) != ("float32", "bfloat16"):
-        return np.zeros(masters.shape, bool)
-    odd: Array = masters.view(np.uint32).astype(np.uint16) == 1 << 15
-    if odd.any():
-        odd[odd] = (weights[odd] & 1 == 1) & ~np.isnan(masters[odd])
+        return np.zeros(0, np.intp)
+    at = np.flatnonzero(masters.view(np.uint32).astype(np.uint16) == 1 << 15)
+    odd: Array = at[(weights.reshape(-1)[at] & 1 == 1) & ~np.isnan(masters.reshape(-1)[at])]
     return odd
 
 
@@ -506,7 +508,7 @@ class _Comparison:
             masters, weights = (b.view(numpy_dtype(dtype)) for b, dtype in zip(blocks, types, strict=True))
             if rounding_mismatch(masters, types[0], weights, types[1]).any():
                 return False
-            if odd_of_two(masters, types[0], weights, types[1]).any():
+            if odd_of_two(masters, types[0], weights, types[1]).size:
                 return False
             elements += masters.size
         return elements == box.volume
@@ -522,7 +524,7 @@ class _Comparison:
         masters, weights = self.masters(box), self.weights(box)
         different = rounding_mismatch(masters, self.target.dtype, weights, self.dtype)
         if not different.any():
-            return int(odd_of_two(masters, self.target.dtype, weights, self.dtype).sum()), None
+            return odd_of_two(masters, self.target.dtype, weights, self.dtype).size, None
         at = np.unravel_index(int(different.argmax()), box.size)
         line = describe_element(self.target, self.dtype, masters, weights, box, tuple(map(int, at)))
         return 0, line + _REMAINDERS if _are_remainders(masters) else line

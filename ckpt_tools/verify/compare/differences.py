@@ -97,7 +97,7 @@ class WeightsComparison:
             if not self._is_bitwise:  # within the tolerance masters may lie on two sides of a weight's middle
                 different &= self._unlike(numbers, own, mine)
             odd = odd_of_two(numbers[1 - own], self._masters[1 - own], mine, self._dtypes[0])
-            self.found.accepted += int((odd & ~different).sum())
+            self.found.accepted += int((~different.reshape(-1)[odd]).sum())
             if different.any():
                 rounded = self._rounded(numbers[1 - own], self._masters[1 - own], mine, different)
                 first, second = (rounded, mine) if own else (mine, rounded)
@@ -323,7 +323,7 @@ def _are_alike(blocks: Sequence[Array], types: Sequence[str]) -> bool:
     masters, weights = (blocks[n].view(numpy_dtype(types[n])) for n in (0, 2))
     return not (
         rounding_mismatch(masters, types[0], weights, types[2]).any()
-        or odd_of_two(masters, types[0], weights, types[2]).any()
+        or odd_of_two(masters, types[0], weights, types[2]).size
     )
 
 
