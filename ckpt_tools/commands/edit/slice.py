@@ -16,7 +16,7 @@ from ckpt_tools.commands.job.conversion import Conversion, EditOptions, Progress
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.read_model import shared_by
 from ckpt_tools.commands.job.report import ConversionReport, Edits
-from ckpt_tools.commands.job.rewrite import edit, rewrite
+from ckpt_tools.commands.job.rewrite import edit, refuse_missing_shards, rewrite
 from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.pickle.unpickle import StandIn
 from ckpt_tools.formats.storage.files import AnyPath, read_whole
@@ -392,10 +392,12 @@ def _objects(
     natural = cut.values is not None or not any(
         is_optimizer_key(k) and "/shard_" in k for k in catalog.objects
     )
+    taken = [key for key in catalog.objects if natural or not is_optimizer_key(key)]
+    refuse_missing_shards(opened, taken)  # in the slice, nothing need be left of an object that lacks shards
     objects, blobs = [], []
-    for key, entry in catalog.objects.items():
+    for key in taken:
         name = cut.names[key]
-        if name is None or (not natural and is_optimizer_key(key)):
+        if name is None:
             continue
         if key == COMMON_OBJECT:
             archive = dump_archive([changed])
@@ -404,7 +406,7 @@ def _objects(
         elif key == "args" and "args" in changed:
             archive = dump_archive(changed["args"])
         else:
-            archive = read_archive(files, entry.item)
+            archive = read_archive(files, catalog.objects[key].item)
         objects.append(TargetObject(name, None, cut.path(key, catalog.planner_paths.get(key, ()))))
         blobs.append((name, archive))
     return objects, blobs

@@ -23,7 +23,7 @@ from ckpt_tools.megatron.run_state.stored_values import (
     optimizer_groups,
     rng_at,
 )
-from ckpt_tools.megatron.torch_dist.grids import object_grids
+from ckpt_tools.megatron.torch_dist.grids import incomplete_objects
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import Share, by_threads
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates, selected
@@ -73,7 +73,6 @@ def read_torch_dist(
     catalog, left_out = leave_out(catalog, ignored)
     keys = sort_keys(catalog)
     states, unread = _states(files, catalog, common, optimizer, share)
-    rng, rng_missing = rng_states(files, catalog) if optimizer == "whole" else ({}, ())
     consumed = (
         frozenset(filter(is_optimizer_key, (*catalog.tensors, *catalog.objects)))
         if optimizer != "whole"
@@ -91,8 +90,8 @@ def read_torch_dist(
         optimizer_layout=None if states is None else states.layout,
         groups=stored_groups(files, catalog, common) if optimizer == "whole" else (),
         scheduler=common.scheduler,
-        rng=rng,
-        rng_missing=rng_missing,
+        rng=rng_states(files, catalog) if optimizer == "whole" else {},
+        incomplete=incomplete_objects(catalog.objects, common),
         grad_scaler=_grad_scaler(stored),
         step=next(_steps(stored), None),
         own_optimizer=optimizer_entry(files, catalog, common) if is_other else None,
@@ -195,15 +194,14 @@ def _groups_of_buckets(files: Files, catalog: Catalog) -> list[dict[str, Any]]:
     return groups
 
 
-def rng_states(files: Files, catalog: Catalog) -> tuple[dict[tuple[int, int], object], tuple[str, ...]]:
-    """The rng states by (pp, tp), of several data-parallel entries the first; and what of them is missing."""
+def rng_states(files: Files, catalog: Catalog) -> dict[tuple[int, int], object]:
+    """The rng states by (pp, tp), of several data-parallel entries the first."""
     states_of: dict[tuple[int, int], object] = {}
-    ranks = {key: rank for key in catalog.objects if (rank := rng_shard(key))}
-    for key, rank in ranks.items():
-        if not rank.dp:
-            states = only_one(load_object(files, catalog.objects[key].item), key)
-            states_of[rank.pp, rank.tp] = rng_at(states, key)
-    return states_of, tuple(grid.problem for grid in object_grids(ranks) if grid.problem)
+    for key, entry in catalog.objects.items():
+        rank = rng_shard(key)
+        if rank and not rank.dp:
+            states_of[rank.pp, rank.tp] = rng_at(only_one(load_object(files, entry.item), key), key)
+    return states_of
 
 
 def dropped_objects(keys: SortedKeys, consumed: frozenset[str], unknown_keys: bool) -> list[str]:

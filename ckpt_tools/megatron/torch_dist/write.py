@@ -16,12 +16,13 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ckpt_tools.errors import MappingError, UsageError, raise_if
-from ckpt_tools.megatron.keys import BUFFERS, COMMON_ITEMS, COMMON_OBJECT, state_role
+from ckpt_tools.megatron.keys import BUFFERS, COMMON_ITEMS, COMMON_OBJECT, object_shard, state_role
 from ckpt_tools.megatron.names import BRIDGE, Dialect, dialect_for
 from ckpt_tools.megatron.run_state.record import Size, TargetRecord
 from ckpt_tools.megatron.torch_dist.grids import (
     RngGrid,
     extra_state_keys,
+    refuse_incomplete,
     refuse_sizes,
     rng_grid,
     rng_objects,
@@ -106,6 +107,8 @@ def build_torch_dist_target(model: Model, options: TorchDistOptions) -> TorchDis
     extra = [TargetObject(key, [None]) for key in _extra_keys(stacks, local, model, options)]
     rerun = [] if options.weights_only else [TargetObject(key, [None]) for key in _stored(model, RERUN)]
     objects = (*rng, *extra, *rerun, TargetObject(COMMON_OBJECT, [common]))
+    names = {shard.name for o in objects if (shard := object_shard(o.key))}
+    refuse_incomplete(found for found in model.incomplete if found[0] in names)
     kept = carried_objects(model, objects)
     unplaced = [
         f"{key}: its FP8 scales have no place in the target; the modules there have other keys"
