@@ -481,6 +481,7 @@ def lacking(tmp_path_factory):
         ("convert", ["--to", "torch_dist", "--weights-only"], {FC2}),
         ("convert", ["--gpus", "1"], {RNG}),  # fsdp_dtensor has no others
         ("convert", ["--gpus", "1", "--weights-only"], set()),
+        ("convert", ["--gpus", "1", "--weights-only", "--fresh-optimizer"], set()),  # which says it
         ("export-hf", [], set()),
         ("slice", ["--layers", "1:2"], {FC2, RNG, RERUN}),  # nothing of FC2 would be in it
         ("strip", [], {FC2}),

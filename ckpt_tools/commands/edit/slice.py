@@ -40,7 +40,7 @@ from ckpt_tools.megatron.keys import (
 )
 from ckpt_tools.megatron.run_state.common_state import COMMON_FILE, RUN_CONFIG
 from ckpt_tools.megatron.run_state.layer_settings import Layers, cut_settings
-from ckpt_tools.megatron.torch_dist.optimizers import spelled_master
+from ckpt_tools.megatron.torch_dist.optimizers import refuse_lost_states, spelled_master
 from ckpt_tools.megatron.torch_dist.read import TorchDistSource, read_torch_dist
 from ckpt_tools.megatron.torch_dist.stacking import layer_counts
 from ckpt_tools.megatron.torch_dist.write import CONTENT_METADATA, OPTIMIZER_METADATA
@@ -165,6 +165,8 @@ def _parts(
             unknown_keys=True,
             share=shared_by(workers),
         )
+        if source.states is not None:
+            refuse_lost_states(source.model)
         return *_torch_dist_parts(opened, source, cut), source.model.catalog
     args = {name: opened.common.values[name] for name in ("args",) if name in opened.common.values}
     tensors = _kept_tensors(opened, cut, list(opened.catalog.tensors))

@@ -377,7 +377,7 @@ def _common_part(model: Model, options: TargetOptions, dialect: Dialect, tp: int
             notes.append(
                 "the loss scaler is kept as optimizer.grad_scaler.*; Megatron-FSDP does not ask for it"
             )
-        refuse_incomplete(found for found in model.incomplete if found[0] == "rng_state")
+        refuse_incomplete(found for found in model.incomplete if model.rng and found[0] == "rng_state")
         tensors, objects, rng_notes = rng_items(model.rng, tp)
         notes += rng_notes
     for name, value in values.items():

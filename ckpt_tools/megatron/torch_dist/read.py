@@ -9,11 +9,20 @@ from typing import Any, Literal, TypeAlias
 from ckpt_tools.errors import (
     NEVER_FINDINGS,
     CkptError,
+    CorruptCheckpointError,
     VerificationError,
+    raise_if,
 )
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.torch_archive.item_reader import StoredTensor, load_object
-from ckpt_tools.megatron.keys import COMMON_OBJECT, bucket_object, is_optimizer_key, left_out_by, rng_shard
+from ckpt_tools.megatron.keys import (
+    COMMON_OBJECT,
+    bucket_object,
+    is_optimizer_key,
+    left_out_by,
+    rng_shard,
+    state_key,
+)
 from ckpt_tools.megatron.run_state.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.run_state.settings import read_settings
 from ckpt_tools.megatron.run_state.stored_values import (
@@ -70,6 +79,14 @@ def read_torch_dist(
     count as dropped. `share`: see `read_optimizer_states`.
     """
     common = read_common_state(files, catalog, trust_pickle)
+    if optimizer != "whole":  # else read with its states
+        states_of = {named.weight for key in catalog.tensors if (named := state_key(key))}
+        raise_if(
+            sorted(states_of - catalog.tensors.keys()),
+            CorruptCheckpointError,
+            "weights are missing that have optimizer states",
+            "Take another iteration",
+        )
     catalog, left_out = leave_out(catalog, ignored)
     keys = sort_keys(catalog)
     states, unread = _states(files, catalog, common, optimizer, share)

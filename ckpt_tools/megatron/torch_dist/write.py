@@ -29,8 +29,7 @@ from ckpt_tools.megatron.torch_dist.grids import (
 )
 from ckpt_tools.megatron.torch_dist.optimizers import (
     is_distributed,
-    refuse_missing_states,
-    refuse_partial_states,
+    refuse_lost_states,
     spelled_master,
 )
 from ckpt_tools.megatron.torch_dist.stacking import (
@@ -178,9 +177,7 @@ def _common_state(model: Model, options: TorchDistOptions) -> tuple[dict[str, An
         common["opt_param_scheduler"] = dict(model.scheduler)
     if model.optimizer_layout is None:
         return common, ()
-    refuse_missing_states(model.roles, model.common, model.groups)
-    held = ((p.name, set(p.states) - {MASTER}) for p in model.parameters if p.states)
-    refuse_partial_states(held, model.common)
+    refuse_lost_states(model)
     if model.own_optimizer is not None:
         common["optimizer"] = model.own_optimizer
         if is_distributed(model.own_optimizer):
