@@ -80,13 +80,7 @@ def read_torch_dist(
     """
     common = read_common_state(files, catalog, trust_pickle)
     if optimizer != "whole":  # else read with its states
-        states_of = {named.weight for key in catalog.tensors if (named := state_key(key))}
-        raise_if(
-            sorted(states_of - catalog.tensors.keys()),
-            CorruptCheckpointError,
-            "weights are missing that have optimizer states",
-            "Take another iteration",
-        )
+        refuse_lost_weights(catalog)
     catalog, left_out = leave_out(catalog, ignored)
     keys = sort_keys(catalog)
     states, unread = _states(files, catalog, common, optimizer, share)
@@ -123,6 +117,14 @@ def read_torch_dist(
         ),
     )
     return TorchDistSource(model, states)
+
+
+def refuse_lost_weights(catalog: Catalog) -> None:
+    """Raise CorruptCheckpointError if an optimizer has states of weights that are not stored."""
+    weights = {named.weight for key in catalog.tensors if (named := state_key(key))}
+    lost = sorted(weights - catalog.tensors.keys())
+    what = "weights are missing that have optimizer states"
+    raise_if(lost, CorruptCheckpointError, what, "Take another iteration")
 
 
 def _parameter(stored: Slice, states: OptimizerStates | None) -> Parameter:

@@ -324,6 +324,8 @@ def _renamed(stacks: Sequence[Stack], model: Model) -> tuple[str, ...]:
 def _losses(model: Model, options: TorchDistOptions, kept: Collection[str]) -> list[str]:
     """What the source, or this checkpoint, does not hold and a training job's own would have."""
     notes = []
+    if "iteration" not in model.common.values:
+        notes.append("iteration: the source does not tell it; written as 0")
     if not model.common.of_torch_dist:
         notes.append("rerun state machine: the source has none, the loading job starts a new one")
         if any(map(model.common.arg, FP8_WEIGHTS)) and any(MASTER in p.values for p in model.parameters):
