@@ -93,7 +93,7 @@ def _plan(opened: Opened, dtype: str | None, check_masters: CheckLevel, write: W
     _check_request(opened, dtype, None)
     catalog = opened.catalog
     if opened.location.kind == "torch_dist":
-        refuse_lost_weights(catalog)
+        refuse_lost_weights(catalog, catalog.tensors.keys())
     kept = opened.format.without_optimizer(catalog)
     removed = [key for key in (*catalog.tensors, *catalog.objects) if key not in kept]
     common = _stripped_common(opened.common.values)

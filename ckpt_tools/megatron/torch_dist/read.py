@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -79,9 +79,10 @@ def read_torch_dist(
     count as dropped. `share`: see `read_optimizer_states`.
     """
     common = read_common_state(files, catalog, trust_pickle)
-    if optimizer != "whole":  # else read with its states
-        refuse_lost_weights(catalog)
+    stored = catalog.tensors.keys()
     catalog, left_out = leave_out(catalog, ignored)
+    if optimizer != "whole":  # else they are missed with their states
+        refuse_lost_weights(catalog, stored)
     keys = sort_keys(catalog)
     states, unread = _states(files, catalog, common, optimizer, share)
     consumed = (
@@ -89,7 +90,7 @@ def read_torch_dist(
         if optimizer != "whole"
         else (states.consumed if states is not None else frozenset())
     )
-    stored = common.values.get("optimizer")
+    entry = common.values.get("optimizer")
     made = [e for e in states.payloads.values() if e.made is not None] if states is not None else []
     parameters = tuple(_parameter(p, states) for p in keys.parameters)
     is_other = optimizer == "whole" and states is not None and not is_adams(parameters)
@@ -103,8 +104,8 @@ def read_torch_dist(
         scheduler=common.scheduler,
         rng=rng_states(files, catalog) if optimizer == "whole" else {},
         incomplete=incomplete_objects(catalog.objects, common),
-        grad_scaler=_grad_scaler(stored),
-        step=next(_steps(stored), None),
+        grad_scaler=_grad_scaler(entry),
+        step=next(_steps(entry), None),
         own_optimizer=optimizer_entry(files, catalog, common) if is_other else None,
         extra_states=extra_states(files, catalog, common) if optimizer == "whole" else {},
         dropped=(*left_out, *dropped_objects(keys, consumed, unknown_keys)),
@@ -119,10 +120,10 @@ def read_torch_dist(
     return TorchDistSource(model, states)
 
 
-def refuse_lost_weights(catalog: Catalog) -> None:
-    """Raise CorruptCheckpointError if an optimizer has states of weights that are not stored."""
+def refuse_lost_weights(catalog: Catalog, stored: Set[str]) -> None:
+    """Raise CorruptCheckpointError if the catalog has optimizer states of weights that are not stored."""
     weights = {named.weight for key in catalog.tensors if (named := state_key(key))}
-    lost = sorted(weights - catalog.tensors.keys())
+    lost = sorted(weights - stored)
     what = "weights are missing that have optimizer states"
     raise_if(lost, CorruptCheckpointError, what, "Take another iteration")
 
