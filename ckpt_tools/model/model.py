@@ -73,7 +73,7 @@ class Model:
     own_optimizer: Any = None  # another than Adam: its entry in the common state of `torch_dist`
     extra_states: Mapping[str, Item] = field(default_factory=dict)  # Transformer Engine's that hold something
     dropped: tuple[str, ...] = ()  # one line for each key that is left out, with the reason
-    rng_missing: tuple[str, ...] = ()  # one line for rng states of which some ranks' are not there
+    incomplete: tuple[tuple[str, str], ...] = ()  # (object, what is wrong with its shards)
     unread: str | None = None  # why masters that were wanted are not here
     notes: tuple[str, ...] = ()  # what reading found that its reader's user should know
     record: TargetRecord | None = None  # of the job that the checkpoint was converted for

@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ckpt_tools import convert_to_fsdp_dtensor
+from ckpt_tools import ToTorchDistOptions, convert_to_fsdp_dtensor, convert_to_torch_dist
+from ckpt_tools.cli.app import run
 from ckpt_tools.errors import MappingError
+from ckpt_tools.megatron.torch_dist.write import TorchDistOptions
 from tests.commands import oracle
 from tests.commands.made import fsdp, torch_dist
 from tests.commands.rewritten import STATES, read, write
 from tests.conftest import DATA, fixture_dir
+from tests.damage import copy_of, drop_key, metadata_of
 
 LLAMA = DATA / "core019_llama_tp2_fully_reshardable" / "iter_0000002"
 MOE = fixture_dir("core019_moe_ep2_fully_reshardable") / "iter_0000002"
@@ -204,10 +207,46 @@ def test_a_state_that_only_one_parameter_lacks_is_refused(tmp_path, state):
     del parts.tensors[f"optimizer.state.{state}.decoder.final_layernorm.weight"]
     source = write(tmp_path / "in", parts)
     name = "master" if state == "param" else state
-    with pytest.raises(MappingError, match=rf"decoder\.final_layernorm\.weight: no {name}$"):
+    with pytest.raises(MappingError, match=rf"(?m)decoder\.final_layernorm\.weight: no {name}$"):
         convert_to_fsdp_dtensor(source, tmp_path / "out")
     assert os.listdir(tmp_path) == ["in"]
     fsdp(source, weights_only=True, dtype="bfloat16")
+
+
+DP_GROUP = "optimizer.distributed.dp_group_idx_"
+BUCKET = "1.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0"
+WHOLE = (
+    ["convert", "--to", "torch_dist", "--target", "main"],
+    ["convert", "--gpus", "1"],
+    ["slice", "--layers", "0:1"],
+)
+WEIGHTS = (
+    ["convert", "--to", "torch_dist", "--weights-only"],
+    ["convert", "--gpus", "1", "--weights-only"],
+    ["strip", "--check-masters", "none"],
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "lost", "refused", "said"),
+    [
+        ("core019_llama_tp2_fully_reshardable", "optimizer.state.param.output_layer.weight", WHOLE,
+         "output_layer.weight: no master"),
+        ("core019_llama_tp2_dp_reshardable", f"{DP_GROUP}{BUCKET}.exp_avg", WHOLE, f"{DP_GROUP}{BUCKET}: no exp_avg"),
+        ("core019_llama_dp2_dp_reshardable", f"{DP_GROUP}0.optimizer/shard_0_1", WHOLE,
+         "the checkpoint stores no optimizer parameter groups"),
+        ("core019_llama_tp2_fully_reshardable", "decoder.final_layernorm.weight", (*WHOLE, *WEIGHTS),
+         "decoder.final_layernorm.weight"),
+    ],
+)  # fmt: skip
+def test_what_was_lost_is_named_whoever_writes(name, lost, refused, said, tmp_path, capsys):
+    root = copy_of(name, tmp_path)
+    with metadata_of(root) as metadata:
+        drop_key(metadata, lost)
+    for n, (verb, *options) in enumerate((*WHOLE, *WEIGHTS)):
+        code = run([verb, str(root), str(tmp_path / str(n)), *options])
+        assert code in ((4, 5) if [verb, *options] in refused else (0,)), options
+        assert (said in capsys.readouterr().err) == (code > 0)
 
 
 def test_an_fp32_weight_needs_no_master(tmp_path):
@@ -243,6 +282,9 @@ def test_what_the_common_state_lacks_is_said(tmp_path):
     notes = notes_of(write(tmp_path / "in", parts), tmp_path / "out")
     assert "iteration: the source does not tell it" in notes
     assert "opt_param_scheduler: the source has none" in notes
+    back = ToTorchDistOptions(target=TorchDistOptions(weights_only=True))
+    notes = "\n".join(convert_to_torch_dist(tmp_path / "in", tmp_path / "back", back).notes)
+    assert "iteration: the source does not tell it" in notes
 
 
 def test_buffers_keep_their_type(tmp_path):

@@ -9,7 +9,7 @@ from ckpt_tools.formats.pickle.unpickle import stand_in
 from ckpt_tools.megatron.names import DIALECTS
 from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.megatron.run_state.record import Size
-from ckpt_tools.megatron.torch_dist.grids import RngGrid, rng_grid, rng_objects
+from ckpt_tools.megatron.torch_dist.grids import RngGrid, incomplete_objects, rng_grid, rng_objects
 
 MAIN, CORE_016, BRIDGE = (DIALECTS[name] for name in ("main", "core-0.16", "bridge"))
 BOTH = {(0, 0): [{"a": 0}], (0, 1): [{"a": 1}]}
@@ -87,3 +87,10 @@ def test_what_are_no_states():
     assert rng_objects({}, None) == ([], ["the source has no rng states: resume with --no-load-rng"])
     with pytest.raises(MappingError, match=r"rng_state.\(0, 0\): expected a list of states, found dict"):
         rng_objects({(0, 0): {}}, RngGrid(1, 1))
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_extra_states_that_hold_nothing_may_be_left_out_by_the_job(drops):
+    keys = ["a._extra_state/shard_1_4", "rng_state/shard_0.0_1.2"]
+    found = incomplete_objects(keys, common(ckpt_drop_redundant_extra_state=drops))
+    assert [name for name, _ in found] == ["rng_state"] if drops else ["a._extra_state", "rng_state"]

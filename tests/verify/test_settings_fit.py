@@ -6,6 +6,7 @@ So are damaged shards of objects, `metadata.json` and `integrity.json`; those of
 import argparse
 import hashlib
 import json
+import re
 import shutil
 import struct
 from copy import copy
@@ -457,18 +458,75 @@ def test_a_missing_shard_of_an_object(case, where, missing, cases, capsys):
     assert line.endswith(f"shards are missing: {missing}")
 
 
-def test_rng_states_of_some_ranks_are_not_converted(cases, tmp_path, capsys):
-    command = ["convert", str(cases / "incomplete_objects" / "rng_tp1_missing"), str(tmp_path / "out")]
-    assert run(command) == 5
-    said = capsys.readouterr().err
-    assert "1 of 2 shards are missing: rng_state/shard_0.1_1.2" in said
-    assert not (tmp_path / "out").exists()
-    assert run([*command, "--weights-only"]) == 0  # which drops them anyway
-    shutil.rmtree(tmp_path / "out")
-    assert run([*command, "--ignore-keys", "rng_state/*"]) == 0
-    said = capsys.readouterr().out
-    assert "rng_state/shard_0.0_1.2: --ignore-keys" in said
-    assert "resume with --no-load-rng" in said
+FC2, RNG, RERUN = (
+    "decoder.layers.mlp.linear_fc2._extra_state/shard_1_2",
+    "rng_state/shard_0.1_1.2",
+    "rerun_state_machine_state/shard_1_2",
+)
+
+
+@pytest.fixture(scope="module")
+def lacking(tmp_path_factory):
+    """Checkpoints that lack one shard, by its key."""
+    roots = {}
+    for name, key in (("fc2", FC2), ("rng", RNG), ("rerun", RERUN)):
+        roots[key] = copy_of(LLAMA, tmp_path_factory.mktemp(name))
+        with metadata_of(roots[key]) as metadata:
+            drop_key(metadata, key)
+    return roots
+
+
+@pytest.mark.parametrize(
+    ("verb", "options", "refused"),
+    [
+        ("convert", ["--to", "torch_dist", "--target", "core-0.18"], {FC2, RNG, RERUN}),
+        ("convert", ["--to", "torch_dist", "--weights-only"], {FC2}),
+        ("convert", ["--gpus", "1"], {RNG}),  # fsdp_dtensor has no others
+        ("convert", ["--gpus", "1", "--weights-only"], set()),
+        ("convert", ["--gpus", "1", "--weights-only", "--fresh-optimizer"], set()),  # which says it
+        ("export-hf", [], set()),
+        ("slice", ["--layers", "1:2"], {FC2, RNG, RERUN}),  # nothing of FC2 would be in it
+        ("strip", [], {FC2}),
+        ("average", [], {FC2, RNG, RERUN}),
+        ("modify-state-dict", ["--op", "remove linear_proj._extra_state"], {FC2, RNG, RERUN}),
+    ],
+)
+def test_what_lacks_a_shard_is_not_written_unless_it_is_left_out(
+    verb, options, refused, lacking, tmp_path, capsys
+):
+    """The message names the shard and a way out, which works."""
+    for n, (key, root) in enumerate(lacking.items()):
+        sources = [str(root)] * (2 if verb == "average" else 1)
+        output = tmp_path / str(n)
+        code = run([verb, *sources, str(output), *options])
+        said = capsys.readouterr().err
+        assert code == (5 if key in refused else 0), said
+        if key not in refused:
+            continue
+        assert f"1 of 2 shards are missing: {key}\n" in said
+        assert ("--no-load-rng" if key == RNG else "--dist-ckpt-strictness log_all") in said
+        assert not output.exists()
+        if "--ignore-keys" in said:
+            left_out = re.search("--ignore-keys '(.*)'", said)
+            assert (
+                left_out and run([verb, *sources, str(output), *options, "--ignore-keys", left_out[1]]) == 0
+            )
+        else:
+            left_out, whole = re.search("--op '(.*)'", said), str(tmp_path / f"whole{n}")
+            assert left_out and run(["modify-state-dict", str(root), whole, "--op", left_out[1]]) == 0
+            assert run([verb, *[whole] * len(sources), str(output), *options]) == 0
+        assert run(["verify", str(output)]) == 0
+
+
+def test_a_template_that_lacks_a_shard(lacking, tmp_path, capsys):
+    command = ["convert", str(folder(NATIVE)), str(tmp_path), "--to", "torch_dist"]
+    assert run([*command, "--extra-state", str(lacking[FC2])]) == 5
+    assert f"1 of 2 shards are missing: {FC2}\n" in capsys.readouterr().err
+
+
+def test_a_copy_lacks_the_shards_that_its_source_lacks(lacking, tmp_path, capsys):
+    assert run(["copy", str(lacking[RERUN]), str(tmp_path / "copy")]) == 0
+    assert f"1 of 2 shards are missing: {RERUN}; it is copied unchanged" in capsys.readouterr().err
 
 
 def test_every_shard_that_is_missing_is_an_error(tmp_path):

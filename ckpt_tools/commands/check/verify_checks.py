@@ -92,7 +92,7 @@ def check_metadata(opened: Opened, options: VerifyOptions, digests: bool, meter:
     checks += [
         structure.check_tiling(catalog),
         structure.check_planner(catalog),
-        structure.check_shards(catalog),
+        structure.check_shards(catalog, opened.common),
     ]
     if of_format.has_pickles:
         checks.append(structure.check_plans(files, trust_pickle))

@@ -30,11 +30,11 @@ from ckpt_tools.model.roles import MASTER
 
 def with_run_state(model: Model, opened: Opened) -> Model:
     """The weights of a `torch_dist` checkpoint with what else its run kept: groups, rng states, its iteration."""
-    rng, missing = rng_states(opened.files, model.catalog)
+    missing = [problem for name, problem in model.incomplete if name == "rng_state"]
     notes = (f"rng states are left out, as some are missing: {missing[0]}",) if missing else ()
     return replace(
         model,
-        rng={} if missing else rng,
+        rng={} if missing else rng_states(opened.files, model.catalog),
         groups=stored_groups(opened.files, model.catalog, model.common),
         common=common_of_iteration(model.common, opened.location),
         notes=(*model.notes, *notes),

@@ -24,7 +24,7 @@ from ckpt_tools.commands.job.outputs import object_archives, read_bridge_files
 from ckpt_tools.commands.job.placements import TargetJob
 from ckpt_tools.commands.job.read_model import Wanted, keeps_masters, master_targets, read_model
 from ckpt_tools.commands.job.report import ConversionReport, MastersUse
-from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError
+from ckpt_tools.errors import MappingError, UnsupportedCheckpointError, UsageError, raise_if
 from ckpt_tools.formats.locate.detect import METADATA_JSON, METADATA_JSON_TEXT, RECORD_FILE, Location
 from ckpt_tools.formats.storage.files import AnyPath
 from ckpt_tools.formats.torch_archive.item_reader import read_archive
@@ -34,7 +34,7 @@ from ckpt_tools.megatron.keys import stacked_axes
 from ckpt_tools.megatron.run_state.common_state import COMMON_FILE
 from ckpt_tools.megatron.run_state.record import read_record, record_bytes
 from ckpt_tools.megatron.run_state.settings import training_dtype
-from ckpt_tools.megatron.torch_dist.grids import NO_SIZE
+from ckpt_tools.megatron.torch_dist.grids import NO_SIZE, incomplete_objects
 from ckpt_tools.megatron.torch_dist.read import Extent
 from ckpt_tools.megatron.torch_dist.write import TorchDistOptions, build_torch_dist_target, carried_objects
 from ckpt_tools.model.box import Box
@@ -88,6 +88,12 @@ def plan_torch_dist(opened: Opened, options: ToTorchDistOptions, world: int) -> 
                 f"{options.extra_state_template} holds no _extra_state objects, so it cannot serve as --extra-state "
                 "template"
             )
+        raise_if(
+            (f"{name}: {problem}" for name, problem in incomplete_objects(keys, template.common)),
+            MappingError,
+            f"{options.extra_state_template} cannot serve as --extra-state template, its objects lack a part",
+            "Take another checkpoint, or --extra-state derive",
+        )
         target = replace(target, extra_state_template=keys)
     return write_torch_dist(_read_source(opened, options), opened, target, world)
 

@@ -7,6 +7,7 @@ files of a folder are copied too; folders inside of it are not, and are named.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from ckpt_tools.formats.storage.open_files import files_below, open_files
 from ckpt_tools.formats.storage.prefetch import Range, reading_ahead
 from ckpt_tools.formats.torch_archive.item_reader import read_archive, record_stretches, whole_file
 from ckpt_tools.megatron.run_state.common_state import read_common_state
+from ckpt_tools.megatron.torch_dist.grids import incomplete_objects
 from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.target import Target
 from ckpt_tools.plan.build import RawFile, Run, build_copy_plan
@@ -160,7 +162,10 @@ def _copy(source: str, output: str, options: CopyOptions, progress: Progress | N
     ):
         location, files, catalog = opened.location, opened.files, opened.catalog
         with suppress(CkptError):  # a state that cannot be read is copied unchanged
-            warn_of_iteration(location, read_common_state(files, catalog, options.trust_pickle))
+            common = read_common_state(files, catalog, options.trust_pickle)
+            warn_of_iteration(location, common)
+            for name, problem in incomplete_objects(catalog.objects, common):
+                warnings.warn(f"{location.path}: {name}: {problem}; it is copied unchanged", stacklevel=2)
         place = like_to_like(source, location, output, options)
         if inner := sorted(name for name in _named_by(catalog) if "/" in name):
             raise UnsupportedCheckpointError(

@@ -16,7 +16,7 @@ from ckpt_tools.commands.job.conversion import Conversion, EditOptions, Progress
 from ckpt_tools.commands.job.opened import Opened
 from ckpt_tools.commands.job.read_model import shared_by
 from ckpt_tools.commands.job.report import ConversionReport, Edits
-from ckpt_tools.commands.job.rewrite import edit, rewrite
+from ckpt_tools.commands.job.rewrite import edit, refuse_missing_shards, rewrite
 from ckpt_tools.errors import UnsupportedCheckpointError, UsageError
 from ckpt_tools.formats.pickle.unpickle import StandIn
 from ckpt_tools.formats.storage.files import AnyPath, read_whole
@@ -40,7 +40,7 @@ from ckpt_tools.megatron.keys import (
 )
 from ckpt_tools.megatron.run_state.common_state import COMMON_FILE, RUN_CONFIG
 from ckpt_tools.megatron.run_state.layer_settings import Layers, cut_settings
-from ckpt_tools.megatron.torch_dist.optimizers import spelled_master
+from ckpt_tools.megatron.torch_dist.optimizers import refuse_lost_states, spelled_master
 from ckpt_tools.megatron.torch_dist.read import TorchDistSource, read_torch_dist
 from ckpt_tools.megatron.torch_dist.stacking import layer_counts
 from ckpt_tools.megatron.torch_dist.write import CONTENT_METADATA, OPTIMIZER_METADATA
@@ -165,6 +165,8 @@ def _parts(
             unknown_keys=True,
             share=shared_by(workers),
         )
+        if source.states is not None:
+            refuse_lost_states(source.model)
         return *_torch_dist_parts(opened, source, cut), source.model.catalog
     args = {name: opened.common.values[name] for name in ("args",) if name in opened.common.values}
     tensors = _kept_tensors(opened, cut, list(opened.catalog.tensors))
@@ -392,10 +394,12 @@ def _objects(
     natural = cut.values is not None or not any(
         is_optimizer_key(k) and "/shard_" in k for k in catalog.objects
     )
+    taken = [key for key in catalog.objects if natural or not is_optimizer_key(key)]
+    refuse_missing_shards(opened, taken)  # in the slice, nothing need be left of an object that lacks shards
     objects, blobs = [], []
-    for key, entry in catalog.objects.items():
+    for key in taken:
         name = cut.names[key]
-        if name is None or (not natural and is_optimizer_key(key)):
+        if name is None:
             continue
         if key == COMMON_OBJECT:
             archive = dump_archive([changed])
@@ -404,7 +408,7 @@ def _objects(
         elif key == "args" and "args" in changed:
             archive = dump_archive(changed["args"])
         else:
-            archive = read_archive(files, entry.item)
+            archive = read_archive(files, catalog.objects[key].item)
         objects.append(TargetObject(name, None, cut.path(key, catalog.planner_paths.get(key, ()))))
         blobs.append((name, archive))
     return objects, blobs

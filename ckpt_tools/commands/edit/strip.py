@@ -35,6 +35,7 @@ from ckpt_tools.megatron.dcp.state_dict import is_megatron, read_state_dict
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
 from ckpt_tools.megatron.keys import BUFFERS, COMMON_OBJECT, is_version_2, parameter_of
 from ckpt_tools.megatron.run_state.common_state import COMMON_FILE
+from ckpt_tools.megatron.torch_dist.read import refuse_lost_weights
 from ckpt_tools.megatron.torch_dist.write import OPTIMIZER_METADATA
 from ckpt_tools.model.choices import CheckLevel
 from ckpt_tools.model.dtypes import CASTABLE, check_dtype
@@ -91,6 +92,8 @@ def strip_checkpoint(
 def _plan(opened: Opened, dtype: str | None, check_masters: CheckLevel, write: WriteOptions) -> Conversion:
     _check_request(opened, dtype, None)
     catalog = opened.catalog
+    if opened.location.kind == "torch_dist":
+        refuse_lost_weights(catalog, catalog.tensors.keys())
     kept = opened.format.without_optimizer(catalog)
     removed = [key for key in (*catalog.tensors, *catalog.objects) if key not in kept]
     common = _stripped_common(opened.common.values)

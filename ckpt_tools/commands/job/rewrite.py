@@ -24,6 +24,7 @@ from ckpt_tools.formats.locate.detect import COMPANIONS, Location
 from ckpt_tools.formats.storage.files import AnyPath
 from ckpt_tools.formats.torch_archive.item_reader import read_small_file
 from ckpt_tools.megatron.keys import is_optimizer_key
+from ckpt_tools.megatron.torch_dist.grids import incomplete_objects, refuse_incomplete
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.model.target import Target, TargetTensor
 from ckpt_tools.plan.build import build_plan
@@ -70,6 +71,7 @@ def rewrite(
         chunks_of: the stored tensor that gives a tensor its chunks and files. Default: the one that it shows whole.
         more: other fields of the conversion.
     """
+    refuse_missing_shards(opened, (one.key for one in target.objects))
     stored = catalog or opened.catalog
     place, files = stored_chunks(opened.catalog if chunks_of else stored, chunks_of or _shown)
     kind = opened.location.kind
@@ -84,6 +86,15 @@ def rewrite(
         extra_files=own | dict(companions or {}),
         edits=edits,
         **more,
+    )
+
+
+def refuse_missing_shards(opened: Opened, keys: Iterable[str]) -> None:
+    """Raise MappingError if shards are missing of objects with these keys, which would go into an output."""
+    refuse_incomplete(
+        incomplete_objects(keys, opened.common),
+        f"`modify-state-dict {opened.location.path} OUT` with ",
+        "--op 'remove ^{}/'",
     )
 
 

@@ -49,6 +49,7 @@ from ckpt_tools.megatron.names import (
 from ckpt_tools.megatron.param_groups import Membership, derive_memberships, merge_map, rules_from_args
 from ckpt_tools.megatron.run_state.common_state import ARGS_FROM_MODEL_CONFIG, args_from_model_config
 from ckpt_tools.megatron.run_state.record import Size
+from ckpt_tools.megatron.torch_dist.grids import refuse_incomplete
 from ckpt_tools.megatron.torch_dist.optimizers import (
     refuse_missing_states,
     refuse_partial_states,
@@ -376,12 +377,7 @@ def _common_part(model: Model, options: TargetOptions, dialect: Dialect, tp: int
             notes.append(
                 "the loss scaler is kept as optimizer.grad_scaler.*; Megatron-FSDP does not ask for it"
             )
-        raise_if(
-            model.rng_missing,
-            MappingError,
-            "rng states of some ranks are missing, so training would not go on where it stopped. Leave all out "
-            "with --ignore-keys 'rng_state/*' and start the job with --no-load-rng",
-        )
+        refuse_incomplete(found for found in model.incomplete if model.rng and found[0] == "rng_state")
         tensors, objects, rng_notes = rng_items(model.rng, tp)
         notes += rng_notes
     for name, value in values.items():

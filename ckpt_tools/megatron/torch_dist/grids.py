@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Final, NamedTuple
 
-from ckpt_tools.errors import MappingError, UsageError
+from ckpt_tools.errors import MappingError, UsageError, raise_if
 from ckpt_tools.megatron.keys import is_of_transformers, object_shard, shard_key
 from ckpt_tools.megatron.names import Dialect
 from ckpt_tools.megatron.run_state.common_state import CommonState
@@ -73,6 +74,42 @@ def object_grids(keys: Iterable[str]) -> list[ObjectGrid]:
         if shard := object_shard(key):
             found.setdefault((shard.name, shard.grid), set()).add(shard.place)
     return [ObjectGrid(name, axes, frozenset(shards)) for (name, axes), shards in found.items()]
+
+
+def incomplete_objects(keys: Iterable[str], common: CommonState) -> tuple[tuple[str, str], ...]:
+    """(name, what is wrong) of each object whose shards are not a whole grid.
+
+    A job with --ckpt-drop-redundant-extra-state leaves out the extra states that hold nothing: those of some layers,
+    where others have delayed scaling (checkpointing.py `_localize_redundant_extra_states`).
+    """
+    grids = object_grids(keys)
+    if common.arg("ckpt_drop_redundant_extra_state"):
+        grids = [grid for grid in grids if not grid.name.endswith("._extra_state")]
+    several = "its shards are of {} grids; which one is meant cannot be known"
+    return (
+        *((grid.name, grid.problem) for grid in grids if grid.problem),
+        *((name, several.format(n)) for name, n in Counter(grid.name for grid in grids).items() if n > 1),
+    )
+
+
+def refuse_incomplete(
+    objects: Iterable[tuple[str, str]], command: str = "", option: str = "--ignore-keys '{}/*'"
+) -> None:
+    """Raise MappingError if there are any of `incomplete_objects`.
+
+    `option` of `command`, filled with a name, leaves an object out.
+    """
+    problems = dict(objects)
+    flags = {
+        "--no-load-rng" if name == "rng_state" else "--dist-ckpt-strictness log_all" for name in problems
+    }
+    raise_if(
+        (f"{name}: {problem}" for name, problem in problems.items()),
+        MappingError,
+        "stored objects are not whole",
+        f"Leave each out whole: {command}{' '.join(map(option.format, problems))}. Jobs then start with "
+        f"{' '.join(sorted(flags))}",
+    )
 
 
 # Of a size of the job that is given where nothing written depends on it.

@@ -24,8 +24,10 @@ from ckpt_tools.megatron.keys import bucket_object
 from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.megatron.run_state.stored_values import only_one, optimizer_groups
 from ckpt_tools.model.catalog import Catalog
-from ckpt_tools.model.model import Parameter
+from ckpt_tools.model.model import Model, Parameter
+from ckpt_tools.model.roles import MASTER
 
+_WAY_OUT = "Take another iteration, or leave the optimizer out with --weights-only or `strip`"
 _STATES = {"adam": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "sgd": ("momentum_buffer",)}
 
 
@@ -73,8 +75,8 @@ def refuse_missing_states(
     missing = expected.missing(held)
     if missing:
         raise MappingError(
-            f"no parameter has the optimizer state {' or '.join(missing)}, but {expected.why}: they were lost. Take "
-            "another iteration, or leave the optimizer out with --weights-only"
+            f"no parameter has the optimizer state {' or '.join(missing)}, but {expected.why}: they were lost. "
+            f"{_WAY_OUT}"
         )
 
 
@@ -106,7 +108,24 @@ def refuse_partial_states(states: Iterable[tuple[str, Set[str]]], common: Common
         if more != kinds
         for name in names
     ]
-    raise_if(problems, MappingError, "optimizer states are missing that other parameters have")
+    raise_if(problems, MappingError, "optimizer states are missing that other parameters have", _WAY_OUT)
+
+
+def refuse_lost_states(model: Model) -> None:
+    """Raise MappingError if states or groups are missing of what the model's optimizer has."""
+    refuse_missing_states(model.roles, model.common, model.groups)
+    masters = {MASTER} & {*model.roles}  # which weights in fp32 need not have
+    held = (
+        (p.name, {*p.states, *(masters if p.dtype == "float32" else ())})
+        for p in model.parameters
+        if p.states
+    )
+    refuse_partial_states(held, model.common)
+    if not model.groups and any(p.states for p in model.parameters):
+        raise MappingError(
+            "the checkpoint stores no optimizer parameter groups: learning rates, weight decay and steps were lost. "
+            f"{_WAY_OUT}"
+        )
 
 
 def optimizer_entry(files: Files, catalog: Catalog, common: CommonState) -> Any:

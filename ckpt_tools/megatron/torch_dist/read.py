@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from ckpt_tools.errors import (
     NEVER_FINDINGS,
     CkptError,
+    CorruptCheckpointError,
     VerificationError,
+    raise_if,
 )
 from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.torch_archive.item_reader import StoredTensor, load_object
-from ckpt_tools.megatron.keys import COMMON_OBJECT, bucket_object, is_optimizer_key, left_out_by, rng_shard
+from ckpt_tools.megatron.keys import (
+    COMMON_OBJECT,
+    bucket_object,
+    is_optimizer_key,
+    left_out_by,
+    rng_shard,
+    state_key,
+)
 from ckpt_tools.megatron.run_state.common_state import CommonState, read_common_state
 from ckpt_tools.megatron.run_state.settings import read_settings
 from ckpt_tools.megatron.run_state.stored_values import (
@@ -23,7 +32,7 @@ from ckpt_tools.megatron.run_state.stored_values import (
     optimizer_groups,
     rng_at,
 )
-from ckpt_tools.megatron.torch_dist.grids import object_grids
+from ckpt_tools.megatron.torch_dist.grids import incomplete_objects
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.bucket_proof import Share, by_threads
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.reader import read_optimizer_states
 from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import OptimizerStates, selected
@@ -70,17 +79,19 @@ def read_torch_dist(
     count as dropped. `share`: see `read_optimizer_states`.
     """
     common = read_common_state(files, catalog, trust_pickle)
+    stored = catalog.tensors.keys()
     catalog, left_out = leave_out(catalog, ignored)
+    if optimizer != "whole":  # else they are missed with their states
+        refuse_lost_weights(catalog, stored)
     keys = sort_keys(catalog)
     states, unread = _states(files, catalog, common, optimizer, share)
-    rng, rng_missing = rng_states(files, catalog) if optimizer == "whole" else ({}, ())
     scales = extra_states(files, catalog, common) if optimizer == "whole" else {}
     consumed = (
         frozenset(filter(is_optimizer_key, (*catalog.tensors, *catalog.objects)))
         if optimizer != "whole"
         else (states.consumed if states is not None else frozenset())
     )
-    stored = common.values.get("optimizer")
+    entry = common.values.get("optimizer")
     made = [e for e in states.payloads.values() if e.made is not None] if states is not None else []
     parameters = tuple(_parameter(p, states) for p in keys.parameters)
     is_other = optimizer == "whole" and states is not None and not is_adams(parameters)
@@ -92,10 +103,10 @@ def read_torch_dist(
         optimizer_layout=None if states is None else states.layout,
         groups=stored_groups(files, catalog, common) if optimizer == "whole" else (),
         scheduler=common.scheduler,
-        rng=rng,
-        rng_missing=rng_missing,
-        grad_scaler=_grad_scaler(stored),
-        step=next(_steps(stored), None),
+        rng=rng_states(files, catalog) if optimizer == "whole" else {},
+        incomplete=incomplete_objects(catalog.objects, common),
+        grad_scaler=_grad_scaler(entry),
+        step=next(_steps(entry), None),
         own_optimizer=optimizer_entry(files, catalog, common) if is_other else None,
         extra_states=scales,
         dropped=(
@@ -112,6 +123,14 @@ def read_torch_dist(
         ),
     )
     return TorchDistSource(model, states)
+
+
+def refuse_lost_weights(catalog: Catalog, stored: Set[str]) -> None:
+    """Raise CorruptCheckpointError if the catalog has optimizer states of weights that are not stored."""
+    weights = {named.weight for key in catalog.tensors if (named := state_key(key))}
+    lost = sorted(weights - stored)
+    what = "weights are missing that have optimizer states"
+    raise_if(lost, CorruptCheckpointError, what, "Take another iteration")
 
 
 def _parameter(stored: Slice, states: OptimizerStates | None) -> Parameter:
@@ -200,15 +219,14 @@ def _groups_of_buckets(files: Files, catalog: Catalog) -> list[dict[str, Any]]:
     return groups
 
 
-def rng_states(files: Files, catalog: Catalog) -> tuple[dict[tuple[int, int], object], tuple[str, ...]]:
-    """The rng states by (pp, tp), of several data-parallel entries the first; and what of them is missing."""
+def rng_states(files: Files, catalog: Catalog) -> dict[tuple[int, int], object]:
+    """The rng states by (pp, tp), of several data-parallel entries the first."""
     states_of: dict[tuple[int, int], object] = {}
-    ranks = {key: rank for key in catalog.objects if (rank := rng_shard(key))}
-    for key, rank in ranks.items():
-        if not rank.dp:
-            states = only_one(load_object(files, catalog.objects[key].item), key)
-            states_of[rank.pp, rank.tp] = rng_at(states, key)
-    return states_of, tuple(grid.problem for grid in object_grids(ranks) if grid.problem)
+    for key, entry in catalog.objects.items():
+        rank = rng_shard(key)
+        if rank and not rank.dp:
+            states_of[rank.pp, rank.tp] = rng_at(only_one(load_object(files, entry.item), key), key)
+    return states_of
 
 
 def dropped_objects(keys: SortedKeys, consumed: frozenset[str], unknown_keys: bool) -> list[str]:

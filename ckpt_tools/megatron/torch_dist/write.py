@@ -30,14 +30,14 @@ from ckpt_tools.megatron.run_state.record import Size, TargetRecord
 from ckpt_tools.megatron.torch_dist.grids import (
     RngGrid,
     extra_state_keys,
+    refuse_incomplete,
     refuse_sizes,
     rng_grid,
     rng_objects,
 )
 from ckpt_tools.megatron.torch_dist.optimizers import (
     is_distributed,
-    refuse_missing_states,
-    refuse_partial_states,
+    refuse_lost_states,
     spelled_master,
 )
 from ckpt_tools.megatron.torch_dist.stacking import (
@@ -115,6 +115,12 @@ def build_torch_dist_target(model: Model, options: TorchDistOptions) -> TorchDis
     extra = [TargetObject(key, [None]) for key in _extra_keys(stacks, local, model, options)]
     rerun = [] if options.weights_only else [TargetObject(key, [None]) for key in _stored(model, RERUN)]
     objects = (*rng, *extra, *rerun, TargetObject(COMMON_OBJECT, [common]))
+    names = {shard.name for o in objects if (shard := object_shard(o.key))}
+    refuse_incomplete(
+        (name, problem)
+        for name, problem in model.incomplete
+        if name in names or (extra and name.endswith("._extra_state"))  # stacked otherwise
+    )
     kept = carried_objects(model, objects)
     is_empty = extra and not any(o.key in kept for o in extra)
     scaling = "FP8 scaling starts again: Transformer Engine's extra states are written empty"
@@ -188,9 +194,7 @@ def _common_state(model: Model, options: TorchDistOptions) -> tuple[dict[str, An
         common["opt_param_scheduler"] = dict(model.scheduler)
     if model.optimizer_layout is None:
         return common, ()
-    refuse_missing_states(model.roles, model.common, model.groups)
-    held = ((p.name, set(p.states) - {MASTER}) for p in model.parameters if p.states)
-    refuse_partial_states(held, model.common)
+    refuse_lost_states(model)
     if model.own_optimizer is not None:
         common["optimizer"] = model.own_optimizer
         if is_distributed(model.own_optimizer):
@@ -349,6 +353,8 @@ def _renamed(stacks: Sequence[Stack], model: Model) -> tuple[str, ...]:
 def _losses(model: Model, options: TorchDistOptions, kept: Collection[str]) -> list[str]:
     """What the source, or this checkpoint, does not hold and a training job's own would have."""
     notes = []
+    if "iteration" not in model.common.values:
+        notes.append("iteration: the source does not tell it; written as 0")
     if not model.common.of_torch_dist:
         notes.append("rerun state machine: the source has none, the loading job starts a new one")
         if any(map(model.common.arg, FP8_WEIGHTS)) and any(MASTER in p.values for p in model.parameters):

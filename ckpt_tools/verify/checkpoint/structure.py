@@ -5,7 +5,6 @@ Nothing here knows what keys mean; `meaning.py` checks that.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from math import prod
@@ -20,8 +19,9 @@ from ckpt_tools.formats.storage.files import Files
 from ckpt_tools.formats.storage.prefetch import reading_ahead
 from ckpt_tools.formats.torch_archive.item_reader import find_tensor, outline_object
 from ckpt_tools.formats.torch_archive.tensor_template import usual_item
+from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.megatron.run_state.stored_values import check_object
-from ckpt_tools.megatron.torch_dist.grids import object_grids
+from ckpt_tools.megatron.torch_dist.grids import incomplete_objects, object_grids
 from ckpt_tools.model.box import Box
 from ckpt_tools.model.catalog import Catalog, Item
 from ckpt_tools.model.dtypes import itemsize
@@ -47,17 +47,12 @@ def check_tiling(catalog: Catalog) -> Check:
     return found.done()
 
 
-def check_shards(catalog: Catalog) -> Check:
+def check_shards(catalog: Catalog, common: CommonState) -> Check:
     """Whether every shard is there of the objects that are stored in shards."""
     found = Findings("shards", "objects")
-    grids = object_grids(catalog.objects)
-    found.looked_at = len(grids)
-    for grid in grids:
-        if grid.problem:
-            found.error(grid.name, grid.problem)
-    for name, count in Counter(grid.name for grid in grids).items():
-        if count > 1:
-            found.error(name, f"its shards are of {count} grids; which one is meant cannot be known")
+    found.looked_at = len(object_grids(catalog.objects))
+    for name, problem in incomplete_objects(catalog.objects, common):
+        found.error(name, problem)
     return found.done()
 
 

@@ -34,6 +34,7 @@ from ckpt_tools.megatron.torch_dist.optimizer_layouts.states import (
     order_kinds,
     refuse_encoded,
 )
+from ckpt_tools.megatron.torch_dist.optimizers import refuse_partial_states
 from ckpt_tools.model.box import full_box
 from ckpt_tools.model.catalog import Catalog, Chunk, Item, TensorEntry
 from ckpt_tools.model.roles import MASTER
@@ -73,6 +74,8 @@ def read_optimizer_states(
             where: load_object(files, item) for where, item in _objects(catalog, "per_bucket_numel_unpadded")
         }
         buffers = find_buffers(catalog, numels)
+    buckets = [bucket for buffer in buffers for bucket in buffer.buckets]
+    refuse_partial_states(((bucket.name, bucket.states.keys()) for bucket in buckets), common)
     has_own = any(map(state_key, catalog.tensors))  # of a layer-wise optimizer, next to another one's buckets
     layer_wise = model_space_states(catalog, layout) if has_own else OptimizerStates(layout, (), {})
     pieces = tuple(piece for piece in weight_pieces(catalog) if (MASTER, piece.key) not in layer_wise.states)
