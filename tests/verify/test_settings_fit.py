@@ -480,6 +480,7 @@ def lacking(tmp_path_factory):
     ("verb", "options", "refused"),
     [
         ("convert", ["--to", "torch_dist", "--target", "core-0.18"], {FC2, RNG, RERUN}),
+        ("convert", ["--to", "torch_dist", "--per-layer"], {FC2, RNG, RERUN}),
         ("convert", ["--to", "torch_dist", "--weights-only"], {FC2}),
         ("convert", ["--gpus", "1"], {RNG}),  # fsdp_dtensor has no others
         ("convert", ["--gpus", "1", "--weights-only"], set()),
