@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.cli.render import escape, say, tell, tell_verdict
 from ckpt_tools.commands.job.placements import describe_job
+from ckpt_tools.execute.output.trackers import root_and_name
 from ckpt_tools.execute.proof.masters import describe_masters
 from ckpt_tools.human import counted, human_bytes
 from ckpt_tools.model.choices import assert_never
@@ -277,19 +280,22 @@ def print_edited(
 
 def _place(of: ConversionReport, w: WriteReport) -> str:
     """Where the checkpoint is, and how a job loads it: without --ckpt-step what the tracker of the root names."""
-    root, _, name = w.directory.rpartition("/")
+    root, name = root_and_name(w.directory)
     if of.output_format not in _IN_ROOTS or not _is_numbered(w):
         return w.directory
-    step = name.removeprefix("iter_").lstrip("0")
+    number = None if name == "release" else int(name.removeprefix("iter_"))
+    if number is not None and name != (known := f"iter_{number:07d}"):
+        return f"{w.directory} (jobs find it by --load once it is named {known})"
     if w.is_tracked:
         how = ""
-    elif step.isdecimal():
-        how = f" --ckpt-step {step}"
+    elif number:
+        how = f" --ckpt-step {number}"
     else:  # a release, or iteration 0, which Megatron takes for no number
-        how = f" once {name if name == 'release' else 0} is written into {root}/latest_checkpointed_iteration.txt"
-    return f"{w.directory} (--load {root}{how})"
+        how = (
+            f" once {name if number is None else 0} is written into {root}/latest_checkpointed_iteration.txt"
+        )
+    return f"{w.directory} (--load {shlex.quote(root)}{how})"
 
 
 def _is_numbered(w: WriteReport) -> bool:
-    name = w.directory.rpartition("/")[2]
-    return name == "release" or name.startswith("iter_")
+    return re.fullmatch(r"release|iter_\d+", root_and_name(w.directory)[1]) is not None

@@ -69,6 +69,10 @@ def test_an_iteration_gets_a_root_by_which_a_job_finds_it(command, tmp_path, cap
             "(--load out once release is written into out/latest_checkpointed_iter",
         ),
         (["convert", LLAMA, "later"], "(--load later --ckpt-step 2)"),
+        (["convert", LLAMA, "."], " iter_0000002 (--load .)"),
+        (["convert", LLAMA, "iter_0000005"], "(--load . --ckpt-step 5)"),
+        (["convert", LLAMA, "iter_5"], "(jobs find it by --load once it is named iter_0000005)"),
+        (["strip", LLAMA, "a b/iter_0000000"], "(--load 'a b' once 0 is written into a b/latest_"),
         (["export-hf", LLAMA, "out", "--iteration", "all"], "out/iter_0000002: "),
     ],
 )

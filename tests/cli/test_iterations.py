@@ -5,6 +5,8 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,27 @@ def several(tmp_path: Path) -> Path:
         shutil.copytree(fixture_dir(FSDP) / FOLDER, root / name)
     (root / TRACKER).write_text("4")
     return root
+
+
+# Its publication ends between the rename and the tracker.
+KILLED = """
+import os, signal
+from ckpt_tools.execute.output.local_output import LocalOutput
+LocalOutput.write_beside = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+from ckpt_tools.__main__ import main
+main()
+"""
+
+
+def test_an_iteration_that_was_not_published_to_the_end_is_not_passed_over(several, tmp_path, capsys):
+    out = tmp_path / "out"
+    words = ["strip", str(several), str(out)]
+    subprocess.run([sys.executable, "-c", KILLED, *words], capture_output=True, check=False)
+    assert (out / "iter_0000004" / ".metadata").exists() and not (out / TRACKER).exists()
+    assert run([*words, "--iteration", "all"]) == 2
+    assert "Continue it with --resume" in capsys.readouterr().err
+    assert run([*words, "--iteration", "all", "--resume"]) == 0
+    assert (out / TRACKER).read_text() == "4"
 
 
 @pytest.mark.filterwarnings("ignore:.*the folder says iteration")

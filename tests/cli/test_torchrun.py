@@ -78,6 +78,8 @@ def test_a_rank_that_fails_fails_all_and_nothing_is_published(tmp_path):
         (["OUT", "--check-source", "none"], 2, "check_source is 'all' on rank 0 and 'none' on rank 1"),
         (["OUT", "--verify"], 2, "verify_output is False on rank 0 and True on rank 1"),
         (["OUT", "--dry-run"], 2, "dry_run is False on rank 0 and True on rank 1"),
+        (["OUT", "--to", "torch_dist"], 2, "ConvertOptions on rank 0 and ToTorchDistOptions on rank 1"),
+        (["OUT", "--iteration", "all"], 2, "ConvertOptions on rank 0 and --iteration all on rank 1"),
         (["ELSEWHERE"], 2, "ELSEWHERE on rank 1"),
         (["OUT", "--workers", "1"], 0, ""),
     ],

@@ -38,6 +38,7 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         (None, ("iter_0000009",), "2", "2", None),
         ("9", ("iter_0000009",), "2", "9", f"stays at 9; {STAYS} 2, give it --ckpt-step 2, or write 2 into"),
         ("9\n", ("iter_0000009",), "release", "9\n", f"stays at 9; {STAYS} release, write release into"),
+        ("9", ("iter_0000009",), "0", "9", f"stays at 9; {STAYS} 0, write 0 into"),
         ("1", ("iter_0000001",), "release", "1", "stays at 1"),
         ("9", (), "2", "2", "moves from 9 to 2"),
         ("1", ("iter_0000001",), "2", "2", "moves from 1 to 2"),

@@ -245,7 +245,8 @@ def _asked(output: str, options: RunOptions, dry_run: bool) -> dict[str, str]:
     for name in ("write", "threads", "memory_bytes", "workers", "tiles"):
         del given[name]
     where = place if isinstance(place, str) else str(place.absolute())
-    return {"output": where, "dry_run": repr(dry_run)} | {name: repr(value) for name, value in given.items()}
+    asked = {"options": type(options).__name__, "output": where, "dry_run": repr(dry_run)}
+    return asked | {name: repr(value) for name, value in given.items()}
 
 
 def _contradictions(opened: Opened, conversion: Conversion) -> tuple[str, ...]:

@@ -14,7 +14,13 @@ from ckpt_tools.commands.job.outputs import is_iteration, is_root
 from ckpt_tools.errors import CkptError, Interrupted, Terminated, UnsupportedCheckpointError, UsageError
 from ckpt_tools.execute.processes.meeting import connect
 from ckpt_tools.formats.dcp.metadata_read import METADATA
-from ckpt_tools.formats.locate.detect import METADATA_JSON, iteration_numbers, locate, tracked_iteration
+from ckpt_tools.formats.locate.detect import (
+    METADATA_JSON,
+    PARTIAL_SUFFIX,
+    iteration_numbers,
+    locate,
+    tracked_iteration,
+)
 from ckpt_tools.formats.locate.run_layouts import iteration_folders
 from ckpt_tools.formats.storage.files import path_in
 from ckpt_tools.formats.storage.open_files import open_files
@@ -70,12 +76,17 @@ def convert_iterations(
     The source's latest comes last; the output's tracker, which goes forward only, names none that is beyond it. With
     several processes the first failure ends the run: they could not agree on going on.
     """
-    numbers, latest = connect().everywhere(lambda: all_iterations(source))
-    if is_iteration(output):
-        raise UsageError(f"--iteration all: {output} is named as one iteration; give the root of a run")
-    present = (
-        set() if overwrite else {n for n in numbers if n is not None and holds(source, output, n, kinds)}
-    )
+
+    def look() -> tuple[list[int | None], int | None, list[int]]:
+        numbers, latest = all_iterations(source)
+        if is_iteration(output):
+            raise UsageError(f"--iteration all: {output} is named as one iteration; give the root of a run")
+        there = [n for n in numbers if n is not None and not overwrite and holds(source, output, n, kinds)]
+        return numbers, latest, there
+
+    with connect().ending_together() as ranks:
+        ranks.agree({"options": "--iteration all"})  # or one iteration, see `conversion`
+        numbers, latest, present = ranks.together(look)[0]
     outcomes = list[Outcome[Report]]()
     for number in numbers:
         if number in present:
@@ -156,10 +167,16 @@ def is_being_written(source: str, number: int | None) -> bool:
 
 
 def holds(source: str, output: str, number: int, kinds: tuple[CheckpointKind, ...]) -> bool:
-    """Whether the root `output` holds this iteration of `source`, as one of these kinds (empty: the source's)."""
+    """Whether the root `output` holds this iteration of `source`, as one of these kinds (empty: the source's).
+
+    While a partial folder of its name is there, its publication is not finished: the tracker may be missing.
+    """
+    name = iteration_folder(number)
     try:
-        there = locate(path_in(output, iteration_folder(number))).kind
-        return there in (kinds or (locate(source, number).kind,))
+        there = locate(path_in(output, name)).kind
+        with closing(open_files(output)) as files:
+            is_partial = f".{name}{PARTIAL_SUFFIX}" in files.list()
+        return not is_partial and there in (kinds or (locate(source, number).kind,))
     except CkptError:
         return False
 

@@ -49,6 +49,7 @@ from ckpt_tools.execute.output.folders import (
 from ckpt_tools.execute.output.journal import Journal, check_unchanged_since_open, fingerprint
 from ckpt_tools.execute.processes.threads import Work
 from ckpt_tools.execute.write_job import METADATA, Done, Found, SourceState, WriteJob
+from ckpt_tools.formats.locate.detect import PARTIAL_SUFFIX
 from ckpt_tools.formats.storage.drivers import Part
 from ckpt_tools.formats.storage.files import Files, LocalFiles
 from ckpt_tools.formats.storage.joined_files import JoinedFiles, place_of
@@ -149,7 +150,7 @@ class LocalOutput:
         self._job, self._plan = job, job.plan
         self._overwrite, self._resume = job.output.overwrite, job.output.resume
         self.final = Path(job.output.directory)
-        self.partial = self.final.parent / f".{self.final.name}.ckpt_tools-partial"
+        self.partial = self.final.parent / f".{self.final.name}{PARTIAL_SUFFIX}"
         self.scratch: Path | None = self.partial
         self.data = self.partial / DATA
         self.replaced: str | None = None

@@ -58,6 +58,7 @@ from ckpt_tools.execute.write_job import (
     ThreadMemory,
     WriteJob,
 )
+from ckpt_tools.formats.locate.detect import PARTIAL_SUFFIX
 from ckpt_tools.formats.storage.drivers import IN_FLIGHT, Part, PartUpload
 from ckpt_tools.formats.storage.io_pool import pool
 from ckpt_tools.formats.storage.object_store import Retry, Store, no_bucket
@@ -65,7 +66,7 @@ from ckpt_tools.formats.storage.open_files import open_files
 from ckpt_tools.formats.storage.prefetch import reading_ahead
 from ckpt_tools.model.transfers import OutputBlob, OutputItem, Plan
 
-MARKER = ".ckpt_tools-partial"
+MARKER = PARTIAL_SUFFIX
 _MOST_BYTES = 256 << 20  # it tells of every file of the source
 
 

@@ -11,11 +11,20 @@ from ckpt_tools.formats.locate.run_layouts import iteration_folders
 from ckpt_tools.formats.storage.open_files import open_files
 
 
+def root_and_name(output: Path | str) -> tuple[str, str]:
+    """The root in which an output lies, a path or the URL of a folder, and its name there."""
+    if "://" in str(output):
+        root, _, name = str(output).rstrip("/").rpartition("/")
+        return root, name
+    path = Path(output)
+    return str(path.parent), path.name
+
+
 def is_tracked(output: Path | str) -> bool:
     """Whether the tracker of its root names `output`, which a job then finds by `--load` alone."""
-    root, _, name = str(output).rstrip("/").rpartition("/")
+    root, name = root_and_name(output)
     try:
-        return name.startswith(("iter_", "release")) and tracked_iteration(root or "/") == name
+        return name.startswith(("iter_", "release")) and tracked_iteration(root) == name
     except CkptError:  # it need not be allowed to look there
         return False
 
@@ -25,7 +34,7 @@ def tracker_change(output: Path | str, latest: str) -> tuple[bool, str | None]:
 
     A job must not go back to an older iteration because one was added. A tracker that cannot be read is replaced.
     """
-    root = output.rstrip("/").rpartition("/")[0] if isinstance(output, str) else str(output.parent)
+    root, _ = root_and_name(output)
     try:
         old = tracked_iteration(root)
         with closing(open_files(root)) as files:
@@ -39,7 +48,7 @@ def tracker_change(output: Path | str, latest: str) -> tuple[bool, str | None]:
     if shown in (None, latest):
         return False, None
     if is_there and number is not None and (latest == "release" or number > int(latest)):
-        option = "" if latest == "release" else f"give it --ckpt-step {latest}, or "
+        option = "" if latest in ("release", "0") else f"give it --ckpt-step {latest}, or "
         return (
             True,
             f"{TRACKER} stays at {shown}; for a job to load {latest}, {option}write {latest} into that file",

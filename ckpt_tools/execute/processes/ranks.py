@@ -146,12 +146,12 @@ class Ranks:
         """Raise UsageError on every rank unless all were asked for the same; `asked` is JSON by name."""
         first, *others = self.together(lambda: asked)
         for rank, other in enumerate(others, 1):
-            for name in first:
-                if other[name] != first[name]:
+            for name in {**first, **other}:
+                if other.get(name) != first.get(name):
                     number = self._nodes[rank] if self._nodes else rank
                     raise UsageError(
-                        f"the ranks were asked for different things: {name} is {first[name]} on rank 0 and "
-                        f"{other[name]} on rank {number}. Give all ranks the same command and the same source."
+                        f"the ranks were asked for different things: {name} is {first.get(name)} on rank 0 and "
+                        f"{other.get(name)} on rank {number}. Give all ranks the same command and the same source."
                     )
 
     def gather(self, step: Callable[[], T]) -> list[T]:

@@ -66,6 +66,7 @@ METADATA_JSON_TEXT = (
     '"common_backend": "torch", "common_backend_version": 1}'
 )
 RECORD_FILE = "ckpt_tools.json"  # next to what was converted; see `megatron/run_state/record.py`
+PARTIAL_SUFFIX = ".ckpt_tools-partial"  # of the folder in which an output is made
 RECORD_FIELDS = {"schema_version", "format", "target", "topology", "tokens"}
 MAX_RECORD_BYTES = 1 << 20
 COMPANIONS = (METADATA_JSON, "common.pt", "run_config.yaml", "train_state.pt", RECORD_FILE)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from ckpt_tools.formats.dcp.metadata_read import METADATA
 from ckpt_tools.formats.locate.detect import (
     METADATA_JSON,
+    PARTIAL_SUFFIX,
     TRACKER,
     Location,
     fsdp_keys_problem,
@@ -21,7 +22,6 @@ from ckpt_tools.megatron.run_state.common_state import CommonState
 from ckpt_tools.model.catalog import Catalog
 from ckpt_tools.verify.report import Check, Findings
 
-PARTIAL_SUFFIX = ".ckpt_tools-partial"
 _JUDGED = 4  # most newer iterations to check for damage; if there are more, none is checked
 _BACKENDS = ("sharded_backend", "sharded_backend_version", "common_backend", "common_backend_version")
 
