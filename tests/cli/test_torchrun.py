@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ckpt_tools.cli.app import run
 from tests.conftest import DATA, REPO, fixture_dir
 from tests.damage import copy_of, drop_key, metadata_of, payload_of, replace_chunk
 from tests.ports import free_port
@@ -125,6 +126,16 @@ def test_what_a_verb_refuses_before_it_plans_is_named_by_all(tmp_path, verb, mor
     first, second = two_ranks([source, *more, tmp_path / "OUT"], [absent, *more, tmp_path / "OUT"], verb=verb)
     assert first == second
     assert f"rank 1: {absent}" in first[1]
+
+
+@pytest.mark.parametrize(
+    "words", ["convert IN", "strip IN", "average IN IN", "copy IN", "copy IN --json", "export-hf IN"]
+)
+def test_other_ranks_print_no_report(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("ckpt_tools.cli.progress.is_first_rank", lambda: False)
+    verb, *given = words.replace("IN", str(LLAMA)).split()
+    assert run([verb, *given, str(tmp_path / "OUT")]) == 0
+    assert capsys.readouterr().out == ""
 
 
 def two_ranks(*words: list[Any], verb: str = "convert") -> list[tuple[int, str]]:

@@ -321,7 +321,7 @@ def copy(
     **given: Any,
 ) -> None:
     """Copy checkpoints between folders and object stores, and check them on the way. All or nothing, resumable."""
-    from ckpt_tools.cli.progress import progress_bar
+    from ckpt_tools.cli.progress import is_first_rank, progress_bar
     from ckpt_tools.cli.reports import say_unfinished
     from ckpt_tools.commands.edit.copy import CopyOptions, copy_checkpoint
     from ckpt_tools.commands.job.iterations import iteration_name
@@ -332,6 +332,9 @@ def copy(
     )
     with progress_bar(given["quiet"]) as progress:
         done = copy_checkpoint(input_dir, output_dir, options, progress)
+    code = max((error.exit_code for _, error in done.failed), default=0)
+    if not is_first_rank():
+        raise typer.Exit(code)
     if given["as_json"]:
         print(render.json_text(done.as_json()))
     else:
@@ -343,7 +346,7 @@ def copy(
         say_unfinished(iteration)
     for number, error in done.failed:
         render.complain(f"error: {iteration_name(number)} was not copied: {error}")
-    raise typer.Exit(max((error.exit_code for _, error in done.failed), default=0))
+    raise typer.Exit(code)
 
 
 def _print_copied(copied: Copied, verbose: bool) -> None:
