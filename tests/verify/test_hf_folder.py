@@ -342,6 +342,7 @@ NO_COUNT = "a number of 1 or more is expected"
     + [("num_attention_heads", 0, NO_COUNT), ("head_dim", 0, NO_COUNT), ("hidden_size", 32.5, NO_COUNT)]
     + [("hidden_size", "missing", NO_COUNT), ("decoder_sparse_step", 0, NO_COUNT)]
     + [("rope_theta", value, "a number above 0 is expected") for value in ("1e4", [1])]
+    + [("num_experts", value, "a number of 0 or more is expected") for value in (-1, "4", 4.0, True, 1 << 40)]
     + [("num_key_value_heads", 3, "num_attention_heads is 4, num_key_value_heads is 3: a multiple")]
     + [("num_experts_per_tok", 9, "num_experts_per_tok is 9, num_experts "), ("layer_types", ["full_attention"],
        "layer_types has 1 entries, num_hidden_layers is ")],

@@ -38,6 +38,7 @@ _COUNTS: Final = {
     "intermediate_size", "moe_intermediate_size", "decoder_sparse_step", "num_experts_per_tok", "n_layer", "n_head",
     "n_embd",
 }  # fmt: skip
+_NONE_OR_MORE: Final = {"num_experts", "num_local_experts", "n_routed_experts", "n_group", "topk_group"}
 _REALS: Final = {"rope_theta", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"}
 _LARGEST: Final = 1 << 31
 _MAX_BYTES = 256 << 20  # the largest tokenizers have some tens of megabytes
@@ -141,10 +142,10 @@ def _impossible(config: Mapping[str, Any]) -> Iterator[str]:
         value = config.get(one.hf, config.get(one.also) if one.also else None)
         if value is None and one.default is REQUIRED and one.hf in _COUNTS:
             yield f"{one.hf} is {'null' if one.hf in config else 'missing'}; a number of 1 or more is expected"
-    for name in sorted(_COUNTS & config.keys()):
-        value = config[name]
-        if value is not None and (type(value) is not int or not 0 < value < _LARGEST):
-            yield f"{name} is {short(value)}; a number of 1 or more is expected"
+    for name in sorted((_COUNTS | _NONE_OR_MORE) & config.keys()):
+        value, least = config[name], int(name in _COUNTS)
+        if value is not None and (type(value) is not int or not least <= value < _LARGEST):
+            yield f"{name} is {short(value)}; a number of {least} or more is expected"
     for name in sorted(_REALS & config.keys()):
         value = config[name]
         if value is not None and (
