@@ -232,7 +232,7 @@ def _unknown(found: Iterable[tuple[str, Any]]) -> tuple[str, ...]:
     texts = sorted(
         f"{name if isinstance(name, str) and name.isidentifier() else short(name)}={short(value)}"
         for name, value in found
-        if not (value is None or (isinstance(value, int | float | str | list | tuple | dict) and not value))
+        if not (value is None or (isinstance(value, str | list | tuple | dict) and not value))
     )
     if not texts:
         return ()
