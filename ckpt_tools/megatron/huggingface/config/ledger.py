@@ -29,11 +29,15 @@ MEGATRON_NAMES = {"activation_clamp": "activation_func_clamp_value", "rotary_bas
 
 
 class Change(NamedTuple):
-    """A setting that changes the forward pass: `neutral` values do not, nor does any without one of `only_with`."""
+    """A setting that changes the forward pass.
+
+    `neutral` values do not, nor does the value of `same_as`, nor any without one of `only_with`.
+    """
 
     neutral: tuple[Any, ...]
     why: str
     only_with: tuple[str, ...] = ()
+    same_as: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +188,8 @@ def is_neutral(value: Any, change: Change, settings: Mapping[str, Any]) -> bool:
         change.only_with and not any(settings.get(name) for name in change.only_with)
     ):
         return True
-    return _neutral(value, change.neutral)
+    neutral = change.neutral if change.same_as is None else (*change.neutral, settings.get(change.same_as))
+    return _neutral(value, neutral)
 
 
 def _neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
@@ -272,7 +277,7 @@ def _load(file: str) -> dict[str, Any]:
 
 def _ledger(data: Mapping[str, Any]) -> Ledger:
     changes = {
-        name: Change(tuple(one["neutral"]), one["why"], tuple(one.get("only_with", ())))
+        name: Change(tuple(one["neutral"]), one["why"], tuple(one.get("only_with", ())), one.get("same_as"))
         for name, one in data["changes"].items()
     }
     shape, only_with, irrelevant = (
