@@ -142,6 +142,7 @@ NOT_IMPORTED: list[tuple[str, dict[str, Any], str]] = [
     *((name, {"sliding_window": window}, f"sliding_window is {window}, not a number of keys") for window in (0, -1)
       for name in ("mistral", "phi3", "starcoder2", "gemma3", "gpt_oss", "exaone4_windows")),
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is False"),
+    ("llama", {"is_causal": None}, "is_causal is None: tokens see later ones"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
     ("gpt2", {"activation_function": "relu"}, "'relu' is not one of"),
     *(("qwen3", {"layer_types": kinds}, "- layer_types is") for kinds in (*STRANGE_KINDS, WINDOWS)),
@@ -754,7 +755,9 @@ def test_the_indexer_is_quantized_as_the_release_is():
 
 @pytest.mark.parametrize(
     ("config", "note", "is_said"),
-    [(MAMBA2, "transformers 4 normalizes all 4 groups of Mamba heads together", True),
+    [({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "architectures is ['LlamaForSeq", True),
+     ({**LLAMA, "architectures": ["LlamaForCausalLM"]}, "architectures is", False),
+     (MAMBA2, "transformers 4 normalizes all 4 groups of Mamba heads together", True),
      ({**MAMBA2, "n_groups": 1}, "transformers 4 normalizes", False), (NEMOTRON_H, "above time_step_min", True),
      (MAMBA2, "time_step_min", False), ({**MAMBA2, "layer_norm_epsilon": 1e-6}, "epsilon 1e-5", True),
      (FALCON, "its layers come from Megatron-Bridge", True),

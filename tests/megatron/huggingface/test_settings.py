@@ -356,6 +356,12 @@ def test_unknown_arguments_are_named_when_they_are_set():
     assert any("mine_20=20 and 10 more" in one for one in many)
 
 
+def test_norms_that_are_stored_against_the_arguments_are_named():
+    config = config_of("qwen3")
+    (note,) = set(export(config, qk_layernorm=False).notes) - set(export(config).notes)
+    assert "qk_layernorm is False in the args" in note
+
+
 def test_unknown_config_fields_are_named_when_they_are_set():
     tensors = specs(directory(LLAMA))
     assert import_targets(tensors, {**LLAMA, "one": None, "two": []}).notes == ()
@@ -407,7 +413,8 @@ def test_config_fields_that_change_the_forward_pass_are_refused(family, name):
     parameters, args = source(json.dumps(config))
     tensors = specs(directory(config))
     change = config_fields_of(family).changes[name]
-    for value in change.neutral:
+    unset = () if name == "is_causal" else (None,)  # a null is false where true is neutral
+    for value in (*change.neutral, *unset):
         assert import_targets(tensors, {**config, name: value}).notes == import_targets(tensors, config).notes
     wrong = {**config, name: 0 if 1 in change.neutral or not change.neutral else {"0": [1]}}
     for call in (

@@ -129,7 +129,9 @@ def account_for_config(family: Family, config: Mapping[str, Any]) -> Account:
         said |= {name for name in V4_ROPE if turned or name != "partial_rotary_factor"}
     problems, refused = [], {}
     for name, change in ledger.changes.items():
-        if name not in said and not is_neutral(config.get(name), change, config):
+        # A null that is there is false: classes ask `if config.NAME:`
+        is_off = config.get(name, True) is None and any(one is True for one in change.neutral)
+        if name not in said and (is_off or not is_neutral(config.get(name), change, config)):
             refused[name] = config[name]
             problems.append(
                 f"{name} is {short(config[name])}: {change.why}; Megatron's {family.name} has no setting for that"
