@@ -98,7 +98,7 @@ def read_config(family: Family, config: Config) -> ModelArgs:
         if one.arg in ("hidden_size", "num_attention_heads") and type(value) is not int:
             problems.append(f"{one.hf} is {value!r:.80}, not a whole number")
         if one.arg == "sliding_window" and value is not None and not (type(value) is int and value > 0):
-            problems.append(f"{one.hf} is {value!r:.80}, not a number of keys; null is no window")
+            problems.append(f"{one.hf} is {value!r:.80}, not a number of keys; null stands for none")
         if values.setdefault(one.arg, value) != value:
             problems.append(f"{one.hf}={value} and another field disagree: both are Megatron's {one.arg}")
     if problems:
