@@ -14,7 +14,7 @@ from ckpt_tools.megatron.huggingface.config.codecs import REQUIRED
 from ckpt_tools.megatron.huggingface.config.ledger import short
 from ckpt_tools.megatron.huggingface.families.families import FAMILIES
 from ckpt_tools.megatron.huggingface.families.identify import family_of_config
-from ckpt_tools.megatron.huggingface.mapping.checks import Spec, refuse_wrapped
+from ckpt_tools.megatron.huggingface.mapping.checks import WITH_HEAD, Spec, refuse_wrapped
 from ckpt_tools.megatron.huggingface.mapping.targets import Expected, Superfluous, expected_by_rules
 from ckpt_tools.megatron.huggingface.quantization.quantized import dequantized
 from ckpt_tools.megatron.huggingface.vision.towers import DTYPES, TEXT, TYPE, Tower, language_tower
@@ -28,7 +28,6 @@ from ckpt_tools.model.dtypes import CASTABLE
 from ckpt_tools.verify.report import Check, Findings
 
 CONFIG: Final = "config.json"
-_WITH_HEAD: Final = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _OF_LABELS: Final = ("ForSequenceClassification", "ForTokenClassification")  # one row of the head a label
 _OF_OTHER_TASKS: Final = (*_OF_LABELS, "ForQuestionAnswering", "RewardModel")
 Prove: TypeAlias = Callable[[Catalog, Sequence[tuple[str, str]]], None]
@@ -160,7 +159,7 @@ def _expected(config: Mapping[str, Any], specs: Mapping[str, Spec]) -> Expected:
         raise MappingError(f"config.json has {_MLX!r}, an encoding that is not read")
     expected = expected_by_rules(config, specs, may_be_bare=True)
     named = config.get("architectures")
-    if not isinstance(named, list) or not named or str(named[0]).endswith(_WITH_HEAD):
+    if not isinstance(named, list) or not named or str(named[0]).endswith(WITH_HEAD):
         return expected
     shapes = {name: shape for name, shape in expected.shapes.items() if name != expected.head}
     architecture = str(named[0])

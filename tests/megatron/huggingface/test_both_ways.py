@@ -121,6 +121,7 @@ STRANGE_KINDS: tuple[Any, ...] = (
     [[], []],
 )
 DISAGREE = "another field disagree"
+TWICE = {"rope_type": "linear", "factor": 2.0}
 # A config.json with changes (`...`: without the field), and why it is not imported.
 NOT_IMPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
@@ -131,7 +132,17 @@ NOT_IMPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_size": ...}, "hidden_size is missing"),
     ("llama", {"rope_theta": 5e5, "rope_local_base_freq": 1e4}, "rotate by 10000.0 and the others by 500000.0"),
     ("llama", {"rope_theta": ..., "rope_parameters": TWO_BASES}, "rotate by 10000.0 and the others by 500000.0"),
+    ("llama", {"rope_theta": ..., "rope_scaling": TWICE, "rope_parameters": {**TWICE, "rope_theta": 5e5}},
+     "rope_theta is not set, but rope_parameters has 500000.0"),
+    ("llama", {"rope_scaling": {**TWICE, "rope_theta": 1e6}, "rope_parameters": {**TWICE, "rope_theta": 1e4}},
+     "rope_theta is 1000000.0, but rope_parameters has 10000.0"),
+    ("llama", {"rope_scaling": {"rope_type": "default", "rope_theta": 5e5}}, "rope_theta is 500000.0 in it, and 1"),
+    ("llama", {"rope_scaling": LLAMA3_ROPE, "original_max_position_embeddings": 32}, "that one, transformers 4 8"),
+    ("llama", {"rope_scaling": YARN, "original_max_position_embeddings": 32}, "takes that one, transformers 4 16"),
+    *((name, {"sliding_window": window}, f"sliding_window is {window}, not a number of keys") for window in (0, -1)
+      for name in ("mistral", "phi3", "starcoder2", "gemma3", "gpt_oss", "exaone4_windows")),
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is False"),
+    ("llama", {"is_causal": None}, "is_causal is None: tokens see later ones"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
     ("gpt2", {"activation_function": "relu"}, "'relu' is not one of"),
     *(("qwen3", {"layer_types": kinds}, "- layer_types is") for kinds in (*STRANGE_KINDS, WINDOWS)),
@@ -162,7 +173,8 @@ NOT_IMPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("GLM-5", {"mlp_layer_types": [[]] * 4}, "expected dense or sparse for each of 4 layers"),
     ("GLM-5.2", {"index_skip_topk_offset": 1, "indexer_types": None, "num_nextn_predict_layers": 2},
      "Megatron counts them from 1 again"),
-    ("GLM-4.7-Flash", {"head_dim": 4}, "head_dim is 4: transformers takes it for qk_rope_head_dim"),
+    *((name, {"head_dim": 8}, "head_dim is 8: transformers takes it for qk_rope_head_dim")
+      for name in ("GLM-4.7-Flash", "deepseek_v2", "deepseek_v3", "youtu")),
     ("GLM-4.7-Flash", {"n_shared_experts": None}, "shared_experts.up_proj.weight: no rule"),
     ("GLM-4.6", {"rope_scaling": YARN}, "YaRN together with rotary_percent"),
     ("dots.llm1", {"sliding_window": 4, "max_window_layers": 2}, "4 on some layers"),
@@ -743,7 +755,9 @@ def test_the_indexer_is_quantized_as_the_release_is():
 
 @pytest.mark.parametrize(
     ("config", "note", "is_said"),
-    [(MAMBA2, "transformers 4 normalizes all 4 groups of Mamba heads together", True),
+    [({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "architectures is ['LlamaForSeq", True),
+     ({**LLAMA, "architectures": ["LlamaForCausalLM"]}, "architectures is", False),
+     (MAMBA2, "transformers 4 normalizes all 4 groups of Mamba heads together", True),
      ({**MAMBA2, "n_groups": 1}, "transformers 4 normalizes", False), (NEMOTRON_H, "above time_step_min", True),
      (MAMBA2, "time_step_min", False), ({**MAMBA2, "layer_norm_epsilon": 1e-6}, "epsilon 1e-5", True),
      (FALCON, "its layers come from Megatron-Bridge", True),

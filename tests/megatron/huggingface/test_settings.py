@@ -344,22 +344,29 @@ def test_values_that_are_not_what_they_must_be(args):
 
 
 def test_unknown_arguments_are_named_when_they_are_set():
-    unset = dict.fromkeys("abcde") | {"f": False, "g": "", "h": [], "i": {}}
+    unset = dict.fromkeys("abcde") | {"g": "", "h": [], "i": {}}
     assert export(LLAMA, **unset) == export(LLAMA)
-    notes = export(LLAMA, my_scale=2.5, my_path="x" * 100).notes
+    notes = export(LLAMA, my_scale=2.5, my_path="x" * 100, off=False).notes
     (note,) = set(notes) - set(export(LLAMA).notes)
-    assert note.startswith("not known to this version") and "my_scale=2.5" in note and len(note) < 200
+    assert note.startswith("not known to this version") and "my_scale=2.5, off=False" in note
+    assert len(note) < 200
     hostile = export(LLAMA, **{"::error::x\n": 1}).notes  # a name cannot begin a line of its own
     assert all("\n" not in note for note in hostile) and any("'::error::x\\n'=1" in note for note in hostile)
     many = export(LLAMA, **{f"mine_{i:02}": i for i in range(1, 31)}).notes
     assert any("mine_20=20 and 10 more" in one for one in many)
 
 
+def test_norms_that_are_stored_against_the_arguments_are_named():
+    config = config_of("qwen3")
+    (note,) = set(export(config, qk_layernorm=False).notes) - set(export(config).notes)
+    assert "qk_layernorm is False in the args" in note
+
+
 def test_unknown_config_fields_are_named_when_they_are_set():
     tensors = specs(directory(LLAMA))
-    assert import_targets(tensors, {**LLAMA, "one": None, "two": False}).notes == ()
-    (note,) = import_targets(tensors, {**LLAMA, "my_scale": 2.5}).notes
-    assert "not known to this version" in note and "my_scale=2.5" in note
+    assert import_targets(tensors, {**LLAMA, "one": None, "two": []}).notes == ()
+    (note,) = import_targets(tensors, {**LLAMA, "my_scale": 2.5, "off": False, "zero": 0}).notes
+    assert "not known to this version" in note and "my_scale=2.5, off=False, zero=0" in note
 
 
 def test_a_rule_file_does_not_bypass_the_ledger(tmp_path):
@@ -406,9 +413,10 @@ def test_config_fields_that_change_the_forward_pass_are_refused(family, name):
     parameters, args = source(json.dumps(config))
     tensors = specs(directory(config))
     change = config_fields_of(family).changes[name]
-    for value in change.neutral:
+    unset = () if name == "is_causal" else (None,)  # a null is false where true is neutral
+    for value in (*change.neutral, *unset):
         assert import_targets(tensors, {**config, name: value}).notes == import_targets(tensors, config).notes
-    wrong = {**config, name: 0.5 if 1 in change.neutral or not change.neutral else {"0": [1]}}
+    wrong = {**config, name: 0 if 1 in change.neutral or not change.neutral else {"0": [1]}}
     for call in (
         lambda: import_targets(tensors, wrong),
         lambda: export_targets(parameters, args, wrong),

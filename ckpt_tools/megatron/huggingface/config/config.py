@@ -97,6 +97,8 @@ def read_config(family: Family, config: Config) -> ModelArgs:
             continue
         if one.arg in ("hidden_size", "num_attention_heads") and type(value) is not int:
             problems.append(f"{one.hf} is {value!r:.80}, not a whole number")
+        if one.arg == "sliding_window" and value is not None and not (type(value) is int and value > 0):
+            problems.append(f"{one.hf} is {value!r:.80}, not a number of keys; null stands for none")
         if values.setdefault(one.arg, value) != value:
             problems.append(f"{one.hf}={value} and another field disagree: both are Megatron's {one.arg}")
     if problems:
@@ -154,15 +156,18 @@ def in_v4_form(config: Config) -> dict[str, Any]:
     found = dict(config)
     if found.get(NESTED) is not None:
         said = _rope_fields(_mapping(found["rope_parameters"], "rope_parameters"))
+        # transformers 5 goes by the whole of a `rope_scaling` that is set, and completes it from fields next to it
+        scaling = found.get("rope_scaling") or {}
+        theirs = found | {k: v for k, v in _mapping(scaling, "rope_scaling").items() if k in ROPE_NUMBERS}
         problems = [
-            f"{name} is {found[name]}, but rope_parameters has {value}"
+            f"{name} is {theirs.get(name, 'not set')}, but rope_parameters has {value}"
             for name, value in said.items()
-            if name in found and not equal_values(_plain(found[name]), _plain(value))
+            if (scaling or name in found) and not equal_values(_plain(theirs.get(name)), _plain(value))
         ]
         if problems:
             raise MappingError(
-                "config.json says two things; transformers 5 goes by rope_parameters, transformers 4 by the other. "
-                "Remove the one that is stale:\n" + list_problems(problems),
+                "config.json says two things; transformers 5 goes by rope_parameters unless rope_scaling is set, "
+                "transformers 4 by the other. Remove the one that is stale:\n" + list_problems(problems),
                 problems,
             )
         found = said | found

@@ -29,11 +29,15 @@ MEGATRON_NAMES = {"activation_clamp": "activation_func_clamp_value", "rotary_bas
 
 
 class Change(NamedTuple):
-    """A setting that changes the forward pass: `neutral` values do not, nor does any without one of `only_with`."""
+    """A setting that changes the forward pass.
+
+    `neutral` values do not, nor does the value of `same_as`, nor any without one of `only_with`.
+    """
 
     neutral: tuple[Any, ...]
     why: str
     only_with: tuple[str, ...] = ()
+    same_as: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +129,9 @@ def account_for_config(family: Family, config: Mapping[str, Any]) -> Account:
         said |= {name for name in V4_ROPE if turned or name != "partial_rotary_factor"}
     problems, refused = [], {}
     for name, change in ledger.changes.items():
-        if name not in said and not is_neutral(config.get(name), change, config):
+        # A null that is there is false: classes ask `if config.NAME:`
+        is_off = config.get(name, True) is None and any(one is True for one in change.neutral)
+        if name not in said and (is_off or not is_neutral(config.get(name), change, config)):
             refused[name] = config[name]
             problems.append(
                 f"{name} is {short(config[name])}: {change.why}; Megatron's {family.name} has no setting for that"
@@ -184,7 +190,8 @@ def is_neutral(value: Any, change: Change, settings: Mapping[str, Any]) -> bool:
         change.only_with and not any(settings.get(name) for name in change.only_with)
     ):
         return True
-    return _neutral(value, change.neutral)
+    neutral = change.neutral if change.same_as is None else (*change.neutral, settings.get(change.same_as))
+    return _neutral(value, neutral)
 
 
 def _neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
@@ -232,7 +239,7 @@ def _unknown(found: Iterable[tuple[str, Any]]) -> tuple[str, ...]:
     texts = sorted(
         f"{name if isinstance(name, str) and name.isidentifier() else short(name)}={short(value)}"
         for name, value in found
-        if not (value is None or (isinstance(value, int | float | str | list | tuple | dict) and not value))
+        if not (value is None or (isinstance(value, str | list | tuple | dict) and not value))
     )
     if not texts:
         return ()
@@ -272,7 +279,7 @@ def _load(file: str) -> dict[str, Any]:
 
 def _ledger(data: Mapping[str, Any]) -> Ledger:
     changes = {
-        name: Change(tuple(one["neutral"]), one["why"], tuple(one.get("only_with", ())))
+        name: Change(tuple(one["neutral"]), one["why"], tuple(one.get("only_with", ())), one.get("same_as"))
         for name, one in data["changes"].items()
     }
     shape, only_with, irrelevant = (

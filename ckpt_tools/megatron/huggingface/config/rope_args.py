@@ -99,6 +99,10 @@ def read_rope(scaling: Mapping[str, Any] | None, config: Mapping[str, Any]) -> t
     scaling = dict(scaling)
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None)
     scaling.pop("type", None)
+    for name in ("rope_theta", "partial_rotary_factor"):  # transformers 5 alone reads them here
+        value = scaling.pop(name, None)
+        if value not in (None, config.get(name)):
+            raise MappingError(f"{name} is {value} in it, and {config.get(name)} next to it")
     if kind in (None, "default"):
         return (None,)
     if "kv_lora_rank" in config and kind != "yarn":
@@ -136,6 +140,11 @@ def read_rope(scaling: Mapping[str, Any] | None, config: Mapping[str, Any]) -> t
                 known["attention_factor"] = own
     elif kind != "linear":
         raise MappingError(f"Megatron has no {kind!r} scaling")
+    name, inner = "original_max_position_embeddings", known.get("original_max_position_embeddings")
+    if inner is not None and config.get(name) not in (None, inner):
+        raise MappingError(
+            f"{name} is {config[name]} besides: transformers 5 takes that one, transformers 4 {inner}"
+        )
     if settings:
         raise MappingError(f"Megatron cannot set {settings} of {kind!r} scaling")
     if not is_told:

@@ -27,6 +27,7 @@ PART = (
 )
 DENSE_IN_MTP = "mtp.layers.{m}.transformer_layer.mlp.linear_fc1.weight"
 MOST_OF_A_HEAD = 8  # tensors
+WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # what names of classes end with
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -255,8 +256,12 @@ def semantic_notes(family: Family, model: ModelArgs) -> tuple[str, ...]:
 
 
 def loading_notes(family: Family, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """What of a config.json makes transformers change the weights that it loads."""
-    return tuple(
+    """What of a config.json makes transformers change the weights that it loads, and another class that it names."""
+    names = config.get("architectures")
+    named = str(names[0]) if isinstance(names, list) and names else family.architecture
+    note = f"architectures is {names!r:.80} in config.json; what it has is taken for a {family.architecture}"
+    notes = () if named == family.architecture or named.endswith(WITH_HEAD) else (note,)
+    return notes + tuple(
         f"{name} is {config[name]!r} in config.json: transformers 5.24 changes weights of {family.architecture} by "
         f"it when it loads them; an export has {value!r}, with which they stay as they are stored"
         for name, value in family.written.items()

@@ -25,6 +25,7 @@ from ckpt_tools.megatron.huggingface.config.config import (
 )
 from ckpt_tools.megatron.huggingface.config.ledger import account_for_settings, demanded_args
 from ckpt_tools.megatron.huggingface.config.megatron_args import (
+    flat_args,
     megatron_args,
     read_model_args,
     with_own_settings,
@@ -284,6 +285,8 @@ def export_targets(
         config["model_type"] = reference["model_type"]
     if args is None:
         notes = (*notes, "the checkpoint holds no args: what its numbers mean is taken from --hf-config")
+    elif flat_args(args).get("qk_layernorm") is False and model.qk_layernorm and not family.published:
+        notes = (*notes, "qk_layernorm is False in the args, but q_layernorm is stored, and exported")
     types = ((pair.core[0], parameters[spelled[pair.core[0]]].dtype, pair.rule.dtype) for pair in pairs)
     notes = (*notes, *kept_types(types), *semantic_notes(family, model), *shared_notes(family, model))
     notes = (*settings, *notes, *rope_notes(args, model), *loading_notes(family, reference or {}))
