@@ -26,6 +26,7 @@ from ckpt_tools.megatron.keys import (
     state_role,
 )
 from ckpt_tools.megatron.names import BRIDGE, Dialect, dialect_for
+from ckpt_tools.megatron.param_groups import refuse_lost_memberships, rules_of
 from ckpt_tools.megatron.run_state.record import Size, TargetRecord
 from ckpt_tools.megatron.torch_dist.grids import (
     RngGrid,
@@ -402,6 +403,7 @@ def _rebuild_optimizer(model: Model, experts_apart: bool) -> tuple[dict[Any, Any
     """
     if all(p.group is None for p in model.parameters):
         return _stored_optimizer(model, experts_apart), ()
+    refuse_lost_memberships(model.parameters, model.groups, rules_of(model.common, model.groups))
     members = _members(model, experts_apart)
     order = sorted(members, key=lambda item: _rank(item[0], model.scheduler))
     _refuse_lookalikes([group for group, _ in order])
