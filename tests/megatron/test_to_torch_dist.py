@@ -181,6 +181,7 @@ def test_groups_in_the_order_of_their_overrides(groups, step, expected):
         ({"a.weight": GROUP, "b.weight": GROUP | {"lr": 0.9}}, {}, r"lr: 0\.05 and 0\.9"),
         ({"a.weight": ADAMW, "b.weight": ADAMW}, {"a.weight": 1.0}, r"b\.weight: it has states but no step"),
         ({"a.weight": GROUP, "b.weight": GROUP | {"step": None}}, {}, r"b\.weight: its group has no step"),
+        ({"a.weight": GROUP, "b.weight": GROUP}, {"a.weight": 7.0}, r"a\.weight: its own step is 7, its group's 3"),
         ({"a.weight": GROUP, "b.weight": GROUP | {"wd_mult": 0.0}}, {},
          r"b\.weight: wd_mult is 0\.0, a job makes it 1\.0"),
     ],
