@@ -229,6 +229,14 @@ def test_the_training_type_by_a_bridge_configuration_or_as_asked_for(config, ask
         assert shapes(build(bridge, dtype=asked))["embedding.word_embeddings.weight"][0] == dtype
 
 
+def test_masters_of_contradicted_training_types_are_refused():
+    with pytest.raises(
+        MappingError, match=r"params_dtype is bfloat16, bf16 False and fp16 True: .* pass --dtype"
+    ):
+        build(source(settings=common(bf16=False, fp16=True)))
+    assert build(source(settings=common(bf16=False, fp16=True)), dtype="bfloat16")
+
+
 def test_weights_only_leaves_states_groups_and_scheduler_out_but_keeps_buffers_as_they_are():
     built = build(source(), weights_only=True)
     assert len(shapes(built)) == 5

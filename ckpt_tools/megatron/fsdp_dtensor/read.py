@@ -423,9 +423,7 @@ def _problem(tensor: FsdpTensor, group: Group | None) -> str | None:
         if (step := group.get("step")) is None:
             return "its group has no step"
         if tensor.step not in (None, step):
-            return (
-                f"its own step is {tensor.step:g}, its group's {step}: loaders cannot tell which is right"
-            )
+            return f"its own step is {tensor.step:g}, its group's {step}: loaders cannot tell which is right"
         return None
     return None if tensor.step is not None else "it has states but no step"
 

@@ -28,6 +28,7 @@ from ckpt_tools.megatron.keys import (
 from ckpt_tools.megatron.names import BRIDGE, Dialect, dialect_for
 from ckpt_tools.megatron.param_groups import refuse_lost_memberships, rules_of
 from ckpt_tools.megatron.run_state.record import Size, TargetRecord
+from ckpt_tools.megatron.run_state.settings import contradicted_dtype
 from ckpt_tools.megatron.torch_dist.grids import (
     RngGrid,
     extra_state_keys,
@@ -105,6 +106,9 @@ def build_torch_dist_target(model: Model, options: TorchDistOptions) -> TorchDis
     local = model.settings.local_norms if options.layer_spec is None else options.layer_spec == "local"
     dialect = choose_dialect(model, options.dialect)
     _check_counts(model)
+    rounded = any(p.dtype not in (None, p.weight.dtype) for p in model.parameters)
+    if rounded and options.dtype is None and (problem := contradicted_dtype(model.common)):
+        raise MappingError(f"{problem}: to which type the masters are to be rounded is unknown; pass --dtype")
     stacks, notes = stack_parameters(joined_halves(model.parameters), model.common, options.stacked)
     common, counts = _common_state(model, options)
     grid = None
