@@ -9,13 +9,15 @@ position: weight decay by shape and name, learning-rate overrides by name, exper
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from ckpt_tools.errors import MappingError, raise_if
 from ckpt_tools.megatron.fsdp_dtensor.parameters import LiveParameter
 from ckpt_tools.megatron.keys import split_half, strip_wrappers
+from ckpt_tools.megatron.run_state.common_state import CommonState
+from ckpt_tools.model.model import Parameter
 
 Group = Mapping[str, Any]
 DECOUPLED_LR_NAMES = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -39,8 +41,9 @@ class Membership:
     rule: str
 
 
-def rules_from_args(args: Mapping[str, Any], groups: Sequence[Group]) -> GroupRules:
+def rules_of(common: CommonState, groups: Sequence[Group]) -> GroupRules:
     """Group rules of the run that wrote the checkpoint; settings that are absent have Megatron's defaults."""
+    args = common.args or common.optimizer_config
     return GroupRules(
         experts_apart=any(group.get("is_expert_parallel") for group in groups),
         decoupled_lr=args.get("decoupled_lr") is not None,
@@ -52,7 +55,11 @@ def rules_from_args(args: Mapping[str, Any], groups: Sequence[Group]) -> GroupRu
 def derive_memberships(
     parameters: Iterable[LiveParameter], groups: Sequence[Group], rules: GroupRules
 ) -> dict[str, Membership]:
-    """Group of every parameter, by its group name."""
+    """Group of every parameter, by its group name: the stored one, where the source says which that is."""
+    parameters = list(parameters)
+    known = {p.group_name: {stored.group for stored in p.stored} for p in parameters}
+    if known and all(len(held) == 1 and None not in held for held in known.values()):
+        return {name: Membership(group, "as stored") for name, (group,) in known.items() if group is not None}
     if not groups:
         raise MappingError(
             "the checkpoint stores no optimizer parameter groups, so which parameter is in which is unknown; "
@@ -68,7 +75,8 @@ def derive_memberships(
     fit: dict[tuple[tuple[str, object], ...], list[int]] = {}  # of the few attributes that are wanted
     member = cache(Membership)  # equal for tens of thousands
     for parameter in parameters:
-        wanted, rule = _wanted(parameter, rules)
+        expert = any(p.expert is not None for p in parameter.stored)
+        wanted, rule = _wanted(parameter.group_name, parameter.shape, expert, rules)
         asked = tuple(wanted.items())
         fitting = fit.get(asked)
         if fitting is None:
@@ -87,20 +95,48 @@ def derive_memberships(
     return memberships
 
 
-def _wanted(parameter: LiveParameter, rules: GroupRules) -> tuple[dict[str, object], str]:
+def refuse_lost_memberships(
+    parameters: Iterable[Parameter], groups: Sequence[Group], rules: GroupRules
+) -> None:
+    """Raise MappingError if stored groups have other attributes than a job's own derivation gives their parameters.
+
+    For a target that does not say which parameter is in which group; loaders give routed experts their own anyway.
+    """
+    problems = []
+    for parameter in parameters:
+        if parameter.group is not None and not rules.use_mup:
+            group = groups[parameter.group]
+            wanted, rule = _wanted(
+                parameter.origin, parameter.shape, False, replace(rules, experts_apart=False)
+            )
+            problems += [
+                f"{parameter.origin}: {key} is {_attribute(group, key)}, a job makes it {value} ({rule})"
+                for key, value in wanted.items()
+                if _attribute(group, key) != value
+            ]
+    raise_if(
+        dict.fromkeys(problems),
+        MappingError,
+        "torch_dist does not say which parameter is in which group, and a job would put these into others",
+        "A job whose args have what the groups rest on (apply_wd_to_qk_layernorm, decoupled_lr) writes those too; "
+        "`--to dcp` keeps the groups, --weights-only leaves the optimizer out",
+    )
+
+
+def _wanted(
+    name: str, shape: tuple[int, ...], expert: bool, rules: GroupRules
+) -> tuple[dict[str, object], str]:
     """Attributes the parameter's group must have, and why."""
-    name = parameter.group_name
     wanted: dict[str, object] = {}
     if rules.decay_qk_layernorm and (".q_layernorm." in name or ".k_layernorm." in name):
         wanted["wd_mult"], rule = 1.0, "q/k layer norm, apply_wd_to_qk_layernorm"
-    elif len(parameter.shape) == 1:
+    elif len(shape) == 1:
         wanted["wd_mult"], rule = 0.0, "one dimension: no weight decay"
     elif name.endswith(".bias"):
         wanted["wd_mult"], rule = 0.0, "bias: no weight decay"
     else:
-        wanted["wd_mult"], rule = 1.0, f"{len(parameter.shape)} dimensions: weight decay"
+        wanted["wd_mult"], rule = 1.0, f"{len(shape)} dimensions: weight decay"
     if rules.experts_apart:
-        expert = any(p.expert is not None for p in parameter.stored)
         wanted["is_expert_parallel"] = expert
         rule += ", routed expert" if expert else ", not a routed expert"
     if rules.decoupled_lr:

@@ -123,6 +123,14 @@ def test_an_odd_value_is_named_by_its_key(name, path, value, key, tmp_path, caps
     assert f"{key} is " in capsys.readouterr().out
 
 
+def test_states_where_megatron_keeps_none_are_named_as_dropped(tmp_path, capsys):
+    values, put = stored(LLAMA)
+    put(replaced(values, (*GROUPS[:-1], "state"), {0: {"step": 9}}), tmp_path / "in")
+    for words in (["--gpus", "2"], ["--to", "dcp"]):
+        assert run(["convert", str(tmp_path / "in"), str(tmp_path / words[1]), *words]) == 0
+        assert "dropped   common state optimizer.optimizer.state" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", [LLAMA, NATIVE, BUCKETS])
 def test_no_odd_value_ends_a_command_with_a_traceback(name, seed, tmp_path, capsys):

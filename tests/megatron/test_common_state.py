@@ -261,3 +261,8 @@ def test_every_switch_that_decides_an_export_is_a_flag():
 def test_every_real_checkpoint_has_values_of_these_kinds(folder):
     for metadata in folder.rglob(".metadata"):
         read(metadata.parent)
+
+
+def test_bridges_word_for_weight_decay_of_norms(iteration):
+    (iteration / "run_config.yaml").write_text("scheduler: {no_weight_decay_cond_type: qwen3_next}")
+    assert read(iteration)[1].optimizer_config == {"apply_wd_to_qk_layernorm": True}

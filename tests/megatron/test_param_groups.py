@@ -13,8 +13,8 @@ NO_DECAY = {"wd_mult": 0.0, "is_expert_parallel": False, "lr": 0.1}
 EXPERT = {"wd_mult": 1.0, "is_expert_parallel": True, "lr": 0.1}
 
 
-def parameter(name, *shape, expert=None):
-    stored = Parameter(name, shape, "bfloat16", {}, expert)
+def parameter(name, *shape, expert=None, group=None):
+    stored = Parameter(name, shape, "bfloat16", {}, expert, group)
     return LiveParameter(name, name, shape, (Rows(stored, 0, shape[0]),))
 
 
@@ -41,6 +41,7 @@ QK_NORM = [parameter(f"self_attention.{one}_layernorm.weight", 4) for one in "qk
         (PARAMETERS[:1], [DECAY, dict(DECAY)], GroupRules(), [0]),  # equal groups are no ambiguity
         *((WITH_RATES, [DECAY, DECAY | own, NO_DECAY], GroupRules(decoupled_lr=True), [1, 1, 0, 0])
           for own in ({"is_decoupled_lr": True}, {"default_config": False})),  # before core 0.16, and since
+        ([parameter("a.weight", 4, 4, group=1)], [DECAY, NO_DECAY], GroupRules(), [1]),  # as stored
         (PARAMETERS, [], GroupRules(), "stores no optimizer parameter groups"),
         (PARAMETERS, [DECAY], GroupRules(), r"a\.layer_norm_weight .* fits no group"),
         (PARAMETERS, [DECAY, DECAY | {"lr": 0.2}, NO_DECAY], GroupRules(), r"a\.weight .* fits groups \[0, 1\]"),

@@ -164,7 +164,9 @@ def test_routed_experts_have_an_optimizer_of_their_own_where_the_topology_asks(s
     ],
 )  # fmt: skip
 def test_groups_in_the_order_of_their_overrides(groups, step, expected):
-    tensors = [tensor(f"{n}.weight", 2, 2, step=step) for n in range(len(groups))]
+    tensors = [
+        tensor(f"{n}.weight", *(2, 2)[not group["wd_mult"] :], step=step) for n, group in enumerate(groups)
+    ]
     by_name = {t.name: group for t, group in zip(tensors, groups, strict=True)}
     found = build(source(tensors, groups=by_name)).common["optimizer"]["optimizer"]["param_groups"]
     assert found == expected
@@ -179,12 +181,33 @@ def test_groups_in_the_order_of_their_overrides(groups, step, expected):
         ({"a.weight": GROUP, "b.weight": GROUP | {"lr": 0.9}}, {}, r"lr: 0\.05 and 0\.9"),
         ({"a.weight": ADAMW, "b.weight": ADAMW}, {"a.weight": 1.0}, r"b\.weight: it has states but no step"),
         ({"a.weight": GROUP, "b.weight": GROUP | {"step": None}}, {}, r"b\.weight: its group has no step"),
+        ({"a.weight": GROUP, "b.weight": GROUP}, {"a.weight": 7.0}, r"a\.weight: its own step is 7, its group's 3"),
+        ({"a.weight": GROUP, "b.weight": GROUP | {"wd_mult": 0.0}}, {},
+         r"b\.weight: wd_mult is 0\.0, a job makes it 1\.0"),
     ],
-)
+)  # fmt: skip
 def test_groups_that_do_not_fit_are_refused(groups, steps, message):
     tensors = [tensor(name, 2, 2, step=steps.get(name)) for name in ("a.weight", "b.weight")]
     with pytest.raises(MappingError, match=message):
         build(source(tensors, groups=groups))
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_known"),
+    [
+        (common(), False),
+        (common(apply_wd_to_qk_layernorm=True), True),
+        (CommonState({}, None, {"bf16": True}, {"apply_wd_to_qk_layernorm": True}), True),
+    ],
+)
+def test_groups_that_a_job_derives_from_its_settings(settings, is_known):
+    name = "decoder.layers.0.self_attention.q_layernorm.weight"
+    made = source([tensor(name, 2)], settings, groups={name: GROUP})
+    if is_known:
+        assert build(made).groups == (1,)
+    else:
+        with pytest.raises(MappingError, match=r"q_layernorm\.weight: wd_mult is 1\.0"):
+            build(made)
 
 
 @pytest.mark.parametrize(
@@ -204,6 +227,14 @@ def test_the_training_type_by_a_bridge_configuration_or_as_asked_for(config, ask
             build(bridge)
     else:
         assert shapes(build(bridge, dtype=asked))["embedding.word_embeddings.weight"][0] == dtype
+
+
+def test_masters_of_contradicted_training_types_are_refused():
+    with pytest.raises(
+        MappingError, match=r"params_dtype is bfloat16, bf16 False and fp16 True: .* pass --dtype"
+    ):
+        build(source(settings=common(bf16=False, fp16=True)))
+    assert build(source(settings=common(bf16=False, fp16=True)), dtype="bfloat16")
 
 
 def test_weights_only_leaves_states_groups_and_scheduler_out_but_keeps_buffers_as_they_are():

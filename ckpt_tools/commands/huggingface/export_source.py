@@ -37,7 +37,7 @@ from ckpt_tools.megatron.huggingface.vision import towers
 from ckpt_tools.megatron.huggingface.vision.vision_language import vision_language, vision_language_types
 from ckpt_tools.megatron.hybrid import as_gpt, is_hybrid
 from ckpt_tools.megatron.keys import is_optimizer_key, one_expert, strip_wrappers
-from ckpt_tools.megatron.run_state.settings import training_dtype
+from ckpt_tools.megatron.run_state.settings import contradicted_dtype, training_dtype
 from ckpt_tools.model.catalog import Catalog, TensorEntry, Value, leave_out
 from ckpt_tools.model.choices import CheckLevel, Quantization, TowerName
 from ckpt_tools.model.model import Model
@@ -140,10 +140,9 @@ def _source(opened: Opened, model: Model, dtype: str | None, wide: bool) -> Expo
     """The stored weights; the masters instead where the export is wide enough to tell them apart."""
     own = training_dtype(opened.common)
     in_place = keeps_masters(model)
-    if in_place and own is None and dtype is None:
-        raise UsageError(
-            "the checkpoint holds fp32 masters, and nothing names the model's type; pass --dtype"
-        )
+    unknown = contradicted_dtype(opened.common) or (None if own else "nothing names the model's type")
+    if in_place and unknown and dtype is None:
+        raise UsageError(f"the checkpoint holds fp32 masters, and {unknown}; pass --dtype")
     notes = model.notes
     if wide and not in_place and MASTER not in model.roles:
         reason = model.unread or "the checkpoint holds none"

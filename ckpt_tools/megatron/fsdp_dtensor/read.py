@@ -420,7 +420,11 @@ def _problem(tensor: FsdpTensor, group: Group | None) -> str | None:
     if not tensor.states:
         return "has param_to_group_meta but no optimizer states"
     if TORCH_ADAM_FIELDS.isdisjoint(group):
-        return None if group.get("step") is not None else "its group has no step"
+        if (step := group.get("step")) is None:
+            return "its group has no step"
+        if tensor.step not in (None, step):
+            return f"its own step is {tensor.step:g}, its group's {step}: loaders cannot tell which is right"
+        return None
     return None if tensor.step is not None else "it has states but no step"
 
 

@@ -46,7 +46,7 @@ from ckpt_tools.megatron.names import (
     ModelStyle,
     dialect_for,
 )
-from ckpt_tools.megatron.param_groups import Membership, derive_memberships, merge_map, rules_from_args
+from ckpt_tools.megatron.param_groups import Membership, derive_memberships, merge_map, rules_of
 from ckpt_tools.megatron.run_state.common_state import ARGS_FROM_MODEL_CONFIG, args_from_model_config
 from ckpt_tools.megatron.run_state.record import Size
 from ckpt_tools.megatron.torch_dist.grids import refuse_incomplete
@@ -301,7 +301,7 @@ def choose_memberships(
     model: Model, options: TargetOptions, trainable: Sequence[LiveParameter]
 ) -> tuple[dict[str, Membership], list[str]]:
     """Every trainable parameter's group: derived, a given map put over it; and notes."""
-    rules = rules_from_args(model.common.args, model.groups)
+    rules = rules_of(model.common, model.groups)
     if options.group_map is None:
         return derive_memberships(trainable, model.groups, rules), []
     try:

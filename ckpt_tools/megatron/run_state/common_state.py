@@ -105,6 +105,8 @@ def read_common_state(files: Files, catalog: Catalog, trust_pickle: bool = False
     """The common state of a checkpoint, its values checked; empty (source None) when it has none."""
     config = _run_config(files)
     sections = {name: _section(config, name) for name in ("model", "optimizer")}
+    if _section(config, "scheduler").get("no_weight_decay_cond_type") == "qwen3_next":  # Bridge's name for it
+        sections["optimizer"]["apply_wd_to_qk_layernorm"] = True
     source: Literal["common.pt", "common_state", "items"] | None
     if files.exists(COMMON_FILE):
         stored = load_object(files, whole_file(files, COMMON_FILE), trust_pickle)

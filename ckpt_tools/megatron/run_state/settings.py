@@ -68,6 +68,18 @@ def _swiglu_of_bridge(model: Mapping[str, Any]) -> bool | None:
 
 def training_dtype(common: CommonState) -> str | None:
     """Element type of the running model's parameters, None when nothing names it."""
+    return _params_dtype(common) or _flagged_dtype(common)
+
+
+def contradicted_dtype(common: CommonState) -> str | None:
+    """How `params_dtype` contradicts the flags that Megatron makes it of; a wider one than theirs does not."""
+    named, flagged = _params_dtype(common), _flagged_dtype(common)
+    if named not in ("bfloat16", "float16") or flagged in (None, named):
+        return None
+    return f"params_dtype is {named}, bf16 {common.arg('bf16')} and fp16 {common.arg('fp16')}"
+
+
+def _params_dtype(common: CommonState) -> str | None:
     value = common.arg("params_dtype")
     if isinstance(value, TorchDtype):
         return value.name
@@ -75,6 +87,10 @@ def training_dtype(common: CommonState) -> str | None:
         value = value.get("_target_")
     if isinstance(value, str):
         return value.removeprefix("torch.")
+    return None
+
+
+def _flagged_dtype(common: CommonState) -> str | None:
     for flag, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
         if common.arg(flag):
             return dtype

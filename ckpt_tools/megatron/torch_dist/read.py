@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -113,6 +113,11 @@ def read_torch_dist(
             *left_out,
             *(f"{key}: FP8 scales, which torch_dist alone holds; the job starts new ones" for key in scales),
             *dropped_objects(keys, frozenset({*consumed, *scales}), unknown_keys),
+            *(
+                f"common state {name}: not where Megatron keeps states"
+                for name in _other_states(entry)
+                if optimizer == "whole" and not is_other
+            ),
         ),
         unread=unread,
         notes=()
@@ -161,6 +166,15 @@ def holds_something(value: object) -> bool:
     if isinstance(value, StoredTensor):
         return bool(value.data)
     return value is not None and getattr(value, "args", True) not in ((), (b"",))
+
+
+def _other_states(entry: object, name: str = "optimizer") -> Iterator[str]:
+    """The places of states that an optimizer's own `state_dict` holds, where `entry` has such."""
+    for key, value in entry.items() if isinstance(entry, Mapping) else ():
+        if key == "state" and isinstance(value, Mapping) and value.keys() - {"common_step"}:
+            yield f"{name}.state"
+        elif key == "optimizer" or isinstance(key, int):
+            yield from _other_states(value, f"{name}.{key}")
 
 
 def _grad_scaler(optimizer: object) -> Mapping[str, Any]:

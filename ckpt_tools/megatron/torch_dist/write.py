@@ -26,7 +26,9 @@ from ckpt_tools.megatron.keys import (
     state_role,
 )
 from ckpt_tools.megatron.names import BRIDGE, Dialect, dialect_for
+from ckpt_tools.megatron.param_groups import refuse_lost_memberships, rules_of
 from ckpt_tools.megatron.run_state.record import Size, TargetRecord
+from ckpt_tools.megatron.run_state.settings import contradicted_dtype
 from ckpt_tools.megatron.torch_dist.grids import (
     RngGrid,
     extra_state_keys,
@@ -104,6 +106,9 @@ def build_torch_dist_target(model: Model, options: TorchDistOptions) -> TorchDis
     local = model.settings.local_norms if options.layer_spec is None else options.layer_spec == "local"
     dialect = choose_dialect(model, options.dialect)
     _check_counts(model)
+    rounded = any(p.dtype not in (None, p.weight.dtype) for p in model.parameters)
+    if rounded and options.dtype is None and (problem := contradicted_dtype(model.common)):
+        raise MappingError(f"{problem}: to which type the masters are to be rounded is unknown; pass --dtype")
     stacks, notes = stack_parameters(joined_halves(model.parameters), model.common, options.stacked)
     common, counts = _common_state(model, options)
     grid = None
@@ -402,6 +407,7 @@ def _rebuild_optimizer(model: Model, experts_apart: bool) -> tuple[dict[Any, Any
     """
     if all(p.group is None for p in model.parameters):
         return _stored_optimizer(model, experts_apart), ()
+    refuse_lost_memberships(model.parameters, model.groups, rules_of(model.common, model.groups))
     members = _members(model, experts_apart)
     order = sorted(members, key=lambda item: _rank(item[0], model.scheduler))
     _refuse_lookalikes([group for group, _ in order])
