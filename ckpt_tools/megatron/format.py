@@ -35,7 +35,6 @@ class Weight(NamedTuple):
     name: str
     shape: tuple[int, ...]
     experts: int | None = None  # length of the expert axis the parameter was stacked along
-    dtype: str | None = None
 
 
 class Weights(NamedTuple):
@@ -101,14 +100,14 @@ def _torch_dist_weights(catalog: Catalog) -> Weights:
             weights.problems.append(str(error))
             continue
         experts = entry.shape[len(slices[0].lead) - 1] if slices and has_expert_axis(key) else None
-        weights.found.extend(Weight(s.name, s.shape, experts, s.dtype) for s in slices if not s.expert)
+        weights.found.extend(Weight(s.name, s.shape, experts) for s in slices if not s.expert)
     return weights
 
 
 def _fsdp_weights(catalog: Catalog) -> Weights:
     """Names are without their wrappers' prefix."""
-    named = {name: entry for key, entry in catalog.tensors.items() if (name := model_name(key))}
-    return Weights([Weight(name, e.shape, dtype=e.dtype) for name, e in named.items()], [])
+    named = {name: entry.shape for key, entry in catalog.tensors.items() if (name := model_name(key))}
+    return Weights([Weight(name, shape) for name, shape in named.items()], [])
 
 
 def _plain_roles(catalog: Catalog) -> Mapping[str, Role]:

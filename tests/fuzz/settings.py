@@ -30,9 +30,9 @@ CONFIGS: tuple[Settings, ...] = (
     {**BASE, "model_type": "qwen3_moe", "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 6,
      "norm_topk_prob": True, "mlp_only_layers": [1], "decoder_sparse_step": 1},
     {**BASE, "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 6, "kv_lora_rank": 8,
-     "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4, "n_routed_experts": 3,
+     "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4, "n_routed_experts": 3, "n_group": 1,
      "num_experts_per_tok": 2, "moe_intermediate_size": 6, "n_shared_experts": 1, "first_k_dense_replace": 1,
-     "num_nextn_predict_layers": 1},
+     "num_nextn_predict_layers": 1, "topk_group": 1, "head_dim": 2},
 )  # fmt: skip
 RULES: tuple[Settings, ...] = (
     {"family": "mine", "architecture": "MineForCausalLM", "like": "llama", "ignored": [r"model\.note"],

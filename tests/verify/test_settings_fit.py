@@ -127,10 +127,7 @@ def test_settings_that_contradict_the_weights(name, setting, value, told):
 @pytest.mark.parametrize(
     ("name", "settings", "told"),
     [
-        (LLAMA, {"padded_vocab_size": 400}, "the vocabulary has"),
-        (LLAMA, {"vocab_size": 100_000}, "the vocabulary has"),
         (LLAMA, {"bf16": False}, "params_dtype is bfloat16, bf16 False"),
-        (LLAMA, {"bf16": False, "params_dtype": "torch.float32"}, "weights are stored in bfloat16"),
         (NATIVE, {"params_dtype": "torch.float16"}, "params_dtype is float16, bf16 True"),
     ],
 )

@@ -10,13 +10,7 @@ from ckpt_tools.megatron.huggingface.config.layer_patterns import has_some, in_t
 from ckpt_tools.megatron.hybrid import is_hybrid, says_hybrid
 from ckpt_tools.megatron.keys import DECODER_LAYERS, HALVES, decoder_layer
 from ckpt_tools.megatron.run_state.common_state import CommonState
-from ckpt_tools.megatron.run_state.settings import (
-    contradicted_dtype,
-    count_of,
-    settings_of,
-    training_dtype,
-)
-from ckpt_tools.megatron.vocab import VOCAB_NAMES
+from ckpt_tools.megatron.run_state.settings import contradicted_dtype, settings_of
 from ckpt_tools.model.choices import CheckpointKind
 from ckpt_tools.verify.readiness.facts import OUTPUT, Facts, Rule, stored_style
 from ckpt_tools.verify.readiness.job import VERSIONS, Job
@@ -337,10 +331,8 @@ def check_settings(kind: CheckpointKind, weights: Sequence[Weight], common: Comm
     found = Findings("settings", "settings")
     shapes = {weight.name: weight.shape for weight in weights}
     settings = common.args or _of_bridge(common.model_config)
-    for setting, problem in (*_dtype_problems(weights, common), *_vocabulary_problems(shapes, settings)):
-        found.looked_at += 1
-        if problem:
-            found.warning(setting, problem)
+    if problem := contradicted_dtype(common):
+        found.warning("params_dtype", problem)
     if _is_known(shapes, settings):
         facts = Facts(kind, Job(settings), settings, stored_style(shapes))
         for setting, problem in (*_size_problems(facts), *(_part_problems(facts) if common.args else ())):
@@ -348,28 +340,6 @@ def check_settings(kind: CheckpointKind, weights: Sequence[Weight], common: Comm
             if problem:
                 found.error(setting, problem)
     return found.done()
-
-
-def _dtype_problems(weights: Sequence[Weight], common: CommonState) -> Iterator[tuple[str, str | None]]:
-    """A job casts weights to its own type: whether they have that, where they are stored in 16 bits."""
-    trained, stored = training_dtype(common), {weight.dtype for weight in weights}
-    if trained is not None:
-        halves = sorted({"bfloat16", "float16"} & {dtype for dtype in stored if dtype})
-        problem = (
-            f"weights are stored in {' and '.join(halves)}" if halves and trained not in stored else None
-        )
-        yield f"training in {trained}", contradicted_dtype(common) or problem
-
-
-def _vocabulary_problems(
-    shapes: Mapping[str, tuple[int, ...]], settings: Mapping[str, Any]
-) -> Iterator[tuple[str, str | None]]:
-    """A job pads to its own number of rows, and --vocab-size-padded to any: no reason not to load."""
-    rows = next((shape[0] for name, shape in shapes.items() if name.endswith(VOCAB_NAMES) and shape), None)
-    for name in ("padded_vocab_size", "vocab_size"):
-        if rows is not None and (count := count_of(settings.get(name))) is not None:
-            is_odd = count != rows if name == "padded_vocab_size" else count > rows
-            yield f"{name} {count}", f"the vocabulary has {rows} rows" if is_odd else None
 
 
 def _is_known(shapes: Mapping[str, tuple[int, ...]], settings: Mapping[str, Any]) -> bool:
@@ -428,5 +398,6 @@ def _part_problems(f: Facts) -> Iterator[tuple[str, str | None]]:
     if "mtp_num_layers" in settings:
         count, needed = f.stored.mtp_layers, mtp_layers(f)
         yield f"mtp_num_layers {needed}", None if count == needed else f"{count} such layers are stored"
+    # The padded vocabulary is not asked for: Megatron loads an embedding of other rows than the job has.
     if problem := expert_layers(f):
         yield "moe_layer_freq", problem
