@@ -81,8 +81,18 @@ def convert_iterations(
         numbers, latest = all_iterations(source)
         if is_iteration(output):
             raise UsageError(f"--iteration all: {output} is named as one iteration; give the root of a run")
-        there = [n for n in numbers if n is not None and not overwrite and holds(source, output, n, kinds)]
-        return numbers, latest, there
+        if overwrite:
+            return numbers, latest, []
+        try:
+            with closing(open_files(output)) as files:
+                names = {*files.list()}
+        except CkptError:  # it is not there yet
+            return numbers, latest, []
+        # Until its partial folder is gone, the publication of one is not finished: the tracker may be missing.
+        whole = [
+            n for n in numbers if n is not None and f".{iteration_folder(n)}{PARTIAL_SUFFIX}" not in names
+        ]
+        return numbers, latest, [n for n in whole if holds(source, output, n, kinds)]
 
     with connect().ending_together() as ranks:
         ranks.agree({"options": "--iteration all"})  # or one iteration, see `conversion`
@@ -167,16 +177,10 @@ def is_being_written(source: str, number: int | None) -> bool:
 
 
 def holds(source: str, output: str, number: int, kinds: tuple[CheckpointKind, ...]) -> bool:
-    """Whether the root `output` holds this iteration of `source`, as one of these kinds (empty: the source's).
-
-    While a partial folder of its name is there, its publication is not finished: the tracker may be missing.
-    """
-    name = iteration_folder(number)
+    """Whether the root `output` holds this iteration of `source`, as one of these kinds (empty: the source's)."""
     try:
-        there = locate(path_in(output, name)).kind
-        with closing(open_files(output)) as files:
-            is_partial = f".{name}{PARTIAL_SUFFIX}" in files.list()
-        return not is_partial and there in (kinds or (locate(source, number).kind,))
+        there = locate(path_in(output, iteration_folder(number))).kind
+        return there in (kinds or (locate(source, number).kind,))
     except CkptError:
         return False
 
