@@ -46,10 +46,10 @@ from ckpt_tools.execute.processes.ranks import Ranks, StopSignals
 from ckpt_tools.execute.proof.payload_sums import SourceProof
 from ckpt_tools.execute.proof.prove_source import ProofReport, prove_rest
 from ckpt_tools.execute.write_job import (
-    Foretold,
     Found,
     JobOutput,
     Output,
+    Preview,
     Progress,
     SourceState,
     WriteJob,
@@ -103,7 +103,7 @@ def rehearse(
     output: Output,
     options: WriteOptions | None = None,
     ranks: Ranks | None = None,
-) -> Foretold:
+) -> Preview:
     """What `write_checkpoint` will find, if it would begin; called on every rank.
 
     Raises the errors that it would: an output that cannot be taken, too little disk or memory, source files that are
@@ -112,20 +112,20 @@ def rehearse(
     ranks = ranks or Ranks()
     job = WriteJob(plan, files, output, options or WriteOptions(), ranks, lambda done, total: None)
 
-    def look() -> Foretold:
+    def look() -> Preview:
         assert job.thread_memory.tile  # or nobody begins
         if ranks.rank:
-            return Foretold()
+            return Preview()
         there = _output_of(job)
         is_done = there.look()
         _check_extents(plan, files)
         latest = None if is_done else output.beside.get(TRACKER)
-        return Foretold(
+        return Preview(
             there.replaced, None if latest is None else tracker_change(output.directory, latest.decode())[1]
         )
 
     ranks.agree({"plan": plan.digest})
-    return Foretold(*ranks.together(look)[0])
+    return Preview(*ranks.together(look)[0])
 
 
 def _check_extents(plan: Plan, files: Files) -> None:

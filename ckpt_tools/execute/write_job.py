@@ -169,7 +169,7 @@ class WriteReport:
         }
 
 
-class Foretold(NamedTuple):
+class Preview(NamedTuple):
     """What `WriteReport` will say of what is there before."""
 
     replaced: str | None = None

@@ -70,9 +70,9 @@ def verify_checkpoint(
         return Report(location.path, location.kind, checks, is_read)
 
 
-def _but(location: Location, told: str) -> Location:
+def _but(location: Location, ending: str) -> Location:
     """Without the line that the other form of the model is not read: both are."""
-    left_out = tuple(line for line in location.left_out if not line.endswith(told))
+    left_out = tuple(line for line in location.left_out if not line.endswith(ending))
     return replace(location, left_out=left_out)
 
 

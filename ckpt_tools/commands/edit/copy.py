@@ -70,7 +70,7 @@ class Copied:
     links: Mapping[str, int]  # files that both share -> length in bytes
     left_out: tuple[str, ...]  # names of files in inner folders, and of what is not a file
     written: WriteReport | None  # None: a dry run
-    replaced: str | None  # as of `WriteReport`; foretold by a dry run
+    replaced: str | None  # as of `WriteReport`; a dry run predicts it
     tracker: str | None  # likewise
 
     def as_json(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from ckpt_tools.execute.processes.team import with_workers
 from ckpt_tools.execute.proof.masters import compare_shared, refuse_masters
 from ckpt_tools.execute.proof.prove_source import prove_payloads
 from ckpt_tools.execute.run import Output, WriteOptions, WriteReport, rehearse, write_checkpoint
-from ckpt_tools.execute.write_job import Foretold
+from ckpt_tools.execute.write_job import Preview
 from ckpt_tools.formats.locate.detect import Location
 from ckpt_tools.formats.storage.files import AnyPath, Files, LocalFiles, path_text
 from ckpt_tools.megatron.fsdp_dtensor.options import TargetOptions
@@ -218,7 +218,7 @@ def convert(
             with_workers(nbytes, options.write, ranks, place.directory) as (all_ranks, write),
             all_ranks.ending_together() as ranks,
         ):
-            foretold = rehearse(conversion.plan, opened.files, _complete(place, conversion), write, ranks)
+            preview = rehearse(conversion.plan, opened.files, _complete(place, conversion), write, ranks)
             conversion, masters = with_proven_masters(opened, conversion, write, ranks)
             conversion = _linked(conversion, opened, options)  # it may be another now
             written = None
@@ -234,7 +234,7 @@ def convert(
                     progress=progress,
                     kept=kept_exactly(written_too, conversion.catalog),
                 )
-    return _report(source, output, opened.location, conversion, masters, written or foretold, contradictions)
+    return _report(source, output, opened.location, conversion, masters, written or preview, contradictions)
 
 
 def _asked(output: str, options: RunOptions, dry_run: bool) -> dict[str, str]:
@@ -368,7 +368,7 @@ def _report(
     location: Location,
     conversion: Conversion,
     masters: Masters,
-    written: WriteReport | Foretold,
+    written: WriteReport | Preview,
     contradictions: tuple[str, ...],
 ) -> ConversionReport:
     target = conversion.target
@@ -398,7 +398,7 @@ def _report(
         notes=(*target.notes, *_without_optimizer(conversion)),
         warnings=contradictions,
         job=None if conversion.job is None else conversion.job.as_json(),
-        written=None if isinstance(written, Foretold) else written,
+        written=None if isinstance(written, Preview) else written,
         replaced=written.replaced,
         tracker=written.tracker,
         plan=plan_summary(conversion.plan) | links_summary(conversion.plan),

@@ -80,7 +80,7 @@ class ConversionReport:
     warnings: tuple[str, ...] = ()  # settings and counters of the source that contradict it, copied unchanged
     job: Mapping[str, Any] | None = None  # the one that loads the output (`TargetJob.as_json`)
     written: WriteReport | None = None  # None: a dry run
-    replaced: str | None = None  # as of `WriteReport`; foretold by a dry run
+    replaced: str | None = None  # as of `WriteReport`; a dry run predicts it
     tracker: str | None = None  # likewise
     plan: Mapping[str, Any] = field(default_factory=dict)
     edits: Edits = field(default_factory=Edits)
